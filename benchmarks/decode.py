@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import MarianConfig, MarianMTModel, logging
 
 import clearhead as ch
-from clearhead.run.generate.decode import Continuation, Ends, Prompts, decode, greedy
+from clearhead.run.generate.decode import decode, greedy
 from clearhead.run.generate.request import Request
+from clearhead.run.generate.sequence import Ends, Prompts, Sequence
 from clearhead.run.generate.stream import TextStream
 from clearhead.run.kernels.prepare import prepared
 
@@ -413,7 +414,7 @@ def run_long() -> None:
     model, stamps = prepared(ch.Transformer(config)), []
     stream = TextStream(byte_tokenizer(), stop=("never said",)) if options.text else None
 
-    def watch(number: int, row: Continuation) -> None:
+    def watch(number: int, row: Sequence) -> None:
         if stream is not None:
             stream.push(row.ids[-1])
         stamps.append(time.process_time())

@@ -20,8 +20,16 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.app import plot
 from clearhead.app.plot import save as save_picture
-from clearhead.labs.lab.extrapolation import LARGER, RUNGS, draw_budgets, draw_law, embedded
-from clearhead.labs.lab.scaling import ladder, predict, train_ladder
+from clearhead.labs.lab.scaling import (
+    LARGER,
+    RUNGS,
+    draw_budgets,
+    draw_law,
+    embedded,
+    ladder,
+    predict,
+    train_ladder,
+)
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.losses import batch_loss
 from clearhead.run.generate.decode import prefill

@@ -22,8 +22,8 @@ import clearhead as ch
 from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation.metrics import METRICS
-from clearhead.learn.tasks.chat import chat_template, set_template
 from clearhead.learn.tasks.entries.chats import PREFERENCE, SMOOTHED
+from clearhead.learn.tasks.generation import chat_template, set_template
 from clearhead.learn.tasks.table import TASKS
 from clearhead.learn.training.events import read_log
 
@@ -259,7 +259,7 @@ def our_batch(folder: Path, m: ch.Model):
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     set_template(m, "plain")
     task = TASKS["prefer"]
-    corpus = open_corpus(DataPlan(paths=(str(path),)), task.shape, split=False)
+    corpus = open_corpus(DataPlan(paths=(str(path),)), task.row, split=False)
     rows = task.encode_corpus(
         corpus, "validation", m.tokenizer, (), folder / "cache", special=m.special,
         template=chat_template(m),

@@ -24,13 +24,13 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.core.attention import KERNELS, Attention
 from clearhead.run.generate import steps as made
-from clearhead.run.generate.decode import Ends, Prompts, decode, prefill, prefill_fixed
-from clearhead.run.generate.engine import decode_compiled
+from clearhead.run.generate.decode import decode, prefill, prefill_fixed
 from clearhead.run.generate.request import Request
+from clearhead.run.generate.sequence import Ends, Prompts
 from clearhead.run.generate.steps import CompiledStep, Running, Steps
 from clearhead.run.kernels import kernels as kernels_module
 from clearhead.run.kernels import prepare
-from clearhead.run.kernels.fixed_cache import HeadConfig
+from clearhead.run.kernels.fixed_cache import HeadConfig, MatmulConfig
 from clearhead.run.kernels.kernels import step_attend, step_linear
 
 # gpu_kernels ----------------------------------------------------------------------------------------------
@@ -78,10 +78,12 @@ def kernel_equality() -> Rows:
             x, weight = torch.randn(1, 1, 704, **made), torch.randn(512, 704, **made) / 704**0.5
             bias, scale = torch.randn(512, **made), torch.rand(704, **made) if norm else None
             added = torch.randn(1, 1, 256 if gate else 512, **made) if add else None
-            exact = step_linear(*map(_double, (x, weight, bias, scale)), 1e-5, False, gate, _double(added))
+            form = MatmulConfig(bias, scale, 1e-5, False, gate, added)
+            wide = form._replace(bias=_double(bias), scale=_double(scale), add=_double(added))
+            exact = step_linear(_double(x), _double(weight), wide)
             worst = max(
                 worst,
-                float((step_linear(x, weight, bias, scale, 1e-5, False, gate, added) - exact).abs().max()),
+                float((step_linear(x, weight, form) - exact).abs().max()),
             )
         found.append(noted(f"linear kernel = formula, {dtype}", worst, allowed))
         worst = 0.0
@@ -325,7 +327,7 @@ def speed_at(model: ch.Transformer, prompts: list[list[int]], backend: str) -> d
         step.ids[:rows, 0] = prefill_fixed(model, Prompts(prompts), step.cache).argmax(-1)
         alone.append(seconds_of(lambda: step.run(NEW - 1)))
     request, read = Request(max_new_tokens=NEW, compile=True), Prompts(prompts)
-    whole = min(seconds_of(lambda: decode_compiled(model, request, read, steps=steps)) for _ in range(4))
+    whole = min(seconds_of(lambda: decode(model, request, read, steps=steps)) for _ in range(4))
     figures |= {
         "step_tokens_per_second": rows * (NEW - 1) / min(alone),
         "whole_tokens_per_second": rows * NEW / whole,
@@ -385,7 +387,7 @@ def equality() -> Rows:
         steps = Steps(fast, backend)
         for batch, request in itertools.product((prompts[:1], prompts), (greedy, sampled)):
             read = Prompts(batch, seeds=range(len(batch)))
-            ours = decode_compiled(fast, request, read, ends, steps=steps)
+            ours = decode(fast, request, read, ends, steps=steps)
             plain = decode(model, request, read, ends)
             differ = sum(a.ids != b.ids or a.stop_reason != b.stop_reason for a, b in zip(ours, plain)) + (
                 steps.unfit is not None
@@ -412,7 +414,7 @@ def lengths() -> Rows:
     sizes = [5 + 97 * i for i in range(20)]
     for size in sizes:
         request = Request(max_new_tokens=64, compile=True)
-        decode_compiled(model, request, Prompts(prompts_of(SMALL, 1, size)), steps=steps)
+        decode(model, request, Prompts(prompts_of(SMALL, 1, size)), steps=steps)
     found = {
         "prompt_lengths": sizes,
         "steps_made": len(steps.made),

@@ -26,11 +26,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import clearhead as ch
 from clearhead.core import attention, masks
 from clearhead.core.attention import KERNELS
-from clearhead.core.config.kinds import Kind, read_kind
+from clearhead.core.config.kinds import Kind
 from clearhead.inside.checks import check
 from clearhead.variants import block_attention
 from clearhead.variants.block_attention import BlockPlan
 from clearhead.variants.blocks import plan_blocks
+from clearhead.variants.checks import read_kind
 from clearhead.variants.presets import preset
 
 # gpu_core -------------------------------------------------------------------------------------------------

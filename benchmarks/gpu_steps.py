@@ -20,9 +20,11 @@ from benchmarks.common import case_command, device_name, save
 from benchmarks.gpu_decode import HALF, SHAPES, seconds_of, time_of
 
 import clearhead as ch
-from clearhead.run.generate.decode import Prompts, prefill_fixed
+from clearhead.run.generate.decode import prefill_fixed
+from clearhead.run.generate.sequence import Prompts
 from clearhead.run.generate.steps import CompiledStep, slots_bucket
 from clearhead.run.kernels import triton_codes, triton_rows, triton_step
+from clearhead.run.kernels.fixed_cache import MatmulConfig
 from clearhead.run.kernels.kernels import MOST_BYTES, MOST_ROWS
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.kernels.triton_rows import Cut
@@ -242,11 +244,12 @@ def calls(
     x, gate = torch.randn(rows, 1, d, **HALF), "silu" if name == "both" else None
     scale = torch.ones(d, **HALF) if name in ("qkv", "both", "head") else None
     add = torch.randn(rows, 1, n, **HALF) if name in ("out", "down") else None
+    form = MatmulConfig(None, scale, 1e-5, False, gate, add)
     made: dict[object, list[Callable[[], object]]] = {}
     for cut in cuts(rows, bits, n // (2 if gate else 1)):
         one = triton_step.linear if bits == 16 else triton_codes.linear
         way = triton_rows.linear if isinstance(cut, Cut) else one
-        made[cut] = [functools.partial(way, x, w, None, scale, 1e-5, False, gate, add, cut) for w in weights]
+        made[cut] = [functools.partial(way, x, w, form, cut) for w in weights]
         if isinstance(cut, Cut) and bits == 16:  # the norm comes before it
             made[cut] = [functools.partial(triton_rows.wide, x, w, None, gate, add, cut) for w in weights]
     if bits == 16:

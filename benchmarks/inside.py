@@ -29,14 +29,14 @@ from clearhead.inside.ablation import Examples, examples_from, judge
 from clearhead.inside.alignments import syntax
 from clearhead.inside.attention import attention
 from clearhead.inside.heads import head_roles
-from clearhead.inside.memories import Memories, memories, token_id
+from clearhead.inside.inputs import find_token
+from clearhead.inside.memories import WINDOW, Memories, memories
 from clearhead.inside.names import all_heads
-from clearhead.inside.neurons import WINDOW
 from clearhead.inside.probe import Probes, probe
 from clearhead.inside.pruning import PruneCurve, least, prune, prune_curve, scores
+from clearhead.learn.data.conll import read_treebank
 from clearhead.learn.data.corpora import CORPORA
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.data.treebank import read_treebank
 from clearhead.learn.tasks.table import open_data
 from clearhead.run.api import load
 from clearhead.variants.presets import preset
@@ -299,7 +299,7 @@ def run_probes() -> None:
 
 
 def run_syntax() -> None:
-    """Which heads of a model follow which syntactic relation, over a treebank: the table of docs/heads.md.
+    """Which heads of a model follow which syntactic relation, over a treebank: the table of docs/inspect.md.
 
     python benchmarks/run.py syntax MODEL_DIR TREEBANK.conllu.gz [--name minilm_syntax] [--save]
     """
@@ -363,7 +363,7 @@ def change_without(found: Memories, name: str, pairs: list[tuple[str, str]], cou
     """
     m, memory = found.m, found.neuron(name)
     layer, unit = map(int, name.split("."))
-    token = token_id(m, memory.promoted[0][0])
+    token = find_token(m, memory.promoted[0][0])
 
     def silence(post: torch.Tensor) -> torch.Tensor:
         post = post.clone()
@@ -389,14 +389,14 @@ def always_with_others(found: Memories) -> float:
     This is the mean over all others.
     """
     total = 0.0
-    for shelf in found.shelves:
-        if shelf.promoted is None:
+    for group in found.groups:
+        if group.promoted is None:
             continue
-        answers = shelf.notes[:, :, WINDOW]  # N K
-        for turn in range(1, len(shelf.units)):
-            other = shelf.promoted[0][:, : found.depth].roll(turn, 0)  # N P
+        answers = group.notes[:, :, WINDOW]  # N K
+        for turn in range(1, len(group.units)):
+            other = group.promoted[0][:, : found.depth].roll(turn, 0)  # N P
             total += int((answers[:, :, None] == other[:, None]).any(-1).all(-1).sum()) / (
-                len(shelf.units) - 1
+                len(group.units) - 1
             )
     return total
 

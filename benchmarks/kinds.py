@@ -90,7 +90,7 @@ def series(name: str, lengths: list[int], device: str) -> dict[int, dict[str, fl
 
 
 def rates(device: str) -> dict[str, float]:
-    """FLOPs a second of a large product in float32, and bytes a second of a copy, the best of some."""
+    """FLOPs a second of a large matmul in float32, and bytes a second of a copy, the best of some."""
     size = 8192 if device == "cuda" else 1536
     a, b = torch.randn(2, size, size, device=device)
     found = dict.fromkeys(("flops", "bytes"), 0.0)
@@ -123,8 +123,8 @@ def section(device: str) -> str:
         f"(`python benchmarks/run.py kinds {option}--longest {longest} --save`). Lines are measured, dots "
         "are the FLOPs of `ch.cost`, scaled to the line where it begins to be straight, at "
         f"{SLOPE_FROM[device]:,} tokens. The slope is the power of the length with which time grows from "
-        f"there on; shorter rows {shorter}. Memory is the most that lives at once in such a step, beside the "
-        "weights."
+        f"there on; shorter rows {shorter}. Memory is the most that lives at once in such a step, next to "
+        "the weights."
     )
     lines = [
         f"| kind | seconds at {longest:,} | GiB | slope | quicker than `full` from | share of the roofline |",
@@ -142,7 +142,7 @@ def section(device: str) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     ending = (
-        "The roofline is the longer of two times: the FLOPs at the rate of a large product in float32, "
+        "The roofline is the longer of two times: the FLOPs at the rate of a large matmul in float32, "
         f"{best['flops'] / 1e12:.2g} TFLOP/s, and writing and reading once what is kept for the backward "
         f"pass, at the rate of a copy, {best['bytes'] / 1e9:,.0f} GB/s. `full` passes it, since its kernel "
         "leaves out the half of the square behind the causal mask, which `ch.cost` counts."
@@ -161,7 +161,7 @@ def section(device: str) -> str:
 def write() -> None:
     """Write what the records say into docs/attention.md."""
     page = RESULTS.parents[1] / "docs" / "attention.md"
-    before, head, rest = page.read_text().partition("## What each kind costs\n")
+    before, head, rest = page.read_text().partition("## Cost of attention kinds by length\n")
     after = rest[rest.index(AFTER) :] if AFTER in rest else ""
     page.write_text(f"{before}{head}\n{section('cuda')}\n\n{section('cpu')}\n{after}")
 

@@ -13,7 +13,7 @@ digits: handwritten digits of scikit-learn, one pixel after the other, then the 
 model of this size draws at 28 x 28 pixels (Linear Transformers, table 1).
 text: a character model with every kind of attention in the registry, on the same batches of the same text. A
 kind that a decoder refuses is trained as an encoder on masked characters, and full attention beside it.
-table: writes that section of docs/kinds.md from its record. Figures at `--out` become the record first.
+table: writes that section of docs/attention.md from its record. Figures at `--out` become the record first.
 
 Seconds are CPU time; with `--device cuda`, those of the clock. `--save` writes
 benchmarks/results/kinds_PART.json, and pictures of features and copying into docs/images. `--out` writes the
@@ -47,6 +47,7 @@ from clearhead.app.plot import new, single
 from clearhead.app.plot import save as save_picture
 from clearhead.core.config.kinds import KINDS
 from clearhead.inside.long_text import peak_bytes
+from clearhead.variants.kinds import shortened
 from clearhead.variants.linear import attend_linear, favor, orthogonal_features
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,7 +255,7 @@ def registered(most: int) -> Iterator[str]:
         named = {name: get_args(hint) for name, hint in get_type_hints(kind).items()}
         fields = [entry.name for entry in dataclasses.fields(kind) if named.get(entry.name)]
         for values in itertools.product(*(named[name] for name in fields)):
-            yield str(kind(**dict(zip(fields, values))).shortened(most))
+            yield str(shortened(kind(**dict(zip(fields, values))), most))
 
 
 def windows(
@@ -323,7 +324,7 @@ def written(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 
 def table(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Write the section on text of docs/kinds.md from its record; figures at `--out` become the record."""
+    """Write the section on text of docs/attention.md from its record; `--out` becomes the record."""
     record = ROOT / "benchmarks" / "results" / "kinds_text.json"
     if options.out is not None:
         found = json.loads(options.out.read_text())
@@ -360,10 +361,13 @@ def table(options: argparse.Namespace) -> list[dict[str, Any]]:
         said += [] if "full" in (order[0]["kind"], order[-1]["kind"]) else [f"`full` has {full:.3f}."]
     said.append(
         "Encoders learn masked characters, decoders the next one. Rows this short save no time: what a kind "
-        "saves in long ones is in [attention.md](attention.md#what-each-kind-costs)."
+        "saves in long ones is in [Cost of attention kinds](#cost-of-attention-kinds-by-length)."
     )
-    page = ROOT / "docs" / "kinds.md"
-    title, following = "## One text, every kind\n", "\n## A million tokens"
+    page = ROOT / "docs" / "attention.md"
+    title, following = (
+        "### Language modelling with each attention kind\n",
+        "\n### Decoding one million tokens with linear attention",
+    )
     before, rest = page.read_text().split(title)
     wrapped = partial(textwrap.fill, width=110, break_long_words=False, break_on_hyphens=False)
     section = "\n\n".join([wrapped(lead), "\n".join(lines), wrapped(" ".join(said))])

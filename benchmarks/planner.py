@@ -4,7 +4,7 @@ PYTHONPATH=src python benchmarks/run.py planner [--save] [--fit]
 
 Each row is a run that its authors published: the model, the devices, the mesh, the batch, and what they read
 off, tokens per second and device or MFU, and peak memory. `--save` writes benchmarks/results/planner.json and
-the table of docs/plan.md. `--fit` searches the shares of each device's peak again.
+the table of docs/parallel.md. `--fit` searches the shares of each device's peak again.
 
 The loss of torchtitan at the end of 2024 holds logits in half precision and three times in float32, 14 bytes
 each, and 20 where tensor parallelism divides them; its versions of 2025 compile the loss, 6 bytes.
@@ -26,7 +26,7 @@ from clearhead.learn.parallel.division import Checkpointing, MeshSizes, Work, re
 from clearhead.learn.parallel.estimate import DEVICES, Cluster, Device, MeshCost, estimate
 
 GIB = 2**30
-PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
+PAGE = Path(__file__).parents[1] / "docs" / "parallel.md"
 BEGIN, END = "<!-- table -->\n", "<!-- end of table -->\n"
 SOURCES = {
     "titan 2024": "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md",

@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 
 import clearhead as ch
+from clearhead.learn.training import prepare as preparation
 from clearhead.learn.training.captured import capture_steps
 from clearhead.learn.training.events import Event, Note, Stepped
 from clearhead.learn.training.loop import PlainStep, TrainingRun, learn
 from clearhead.learn.training.optim import make_optimizer
-from clearhead.learn.training.prepare import _compile, prepare
 from clearhead.learn.training.run import planned
 from clearhead.learn.training.state import State
 
@@ -340,7 +340,7 @@ def opened(name: str, data: str, folder: str) -> TrainingRun:
         settings["data.validation"] = [there(path, places) for path in job.validation]
     paths = [there(path, places) for path in job.train]
     recipe, _, _ = planned(paths, job.recipe, folder, settings)
-    return prepare(recipe, Path(folder), lambda event: None)
+    return preparation.prepare(recipe, preparation.Job(Path(folder)))
 
 
 def timed(run: TrainingRun, weights: dict[str, torch.Tensor], name: str, way: str, profile: bool) -> dict:
@@ -359,7 +359,7 @@ def timed(run: TrainingRun, weights: dict[str, torch.Tensor], name: str, way: st
     )
     watch, start = Watch(last), time.perf_counter()
     if "compiled" in way:
-        _compile(run, watch)
+        preparation._compile(run, preparation.Job(run.folder, watch))
     if "recorded" in way or way == "padded":
         capture_steps(run)
     if way == "padded":

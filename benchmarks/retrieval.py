@@ -26,7 +26,7 @@ from clearhead.labs.retrieval.index import MANIFEST, PARTS, Index, build_index
 from clearhead.labs.retrieval.passages import before_prompt
 from clearhead.labs.retrieval.ranking import WORD, words_of
 from clearhead.learn.evaluation.metrics import answer_match
-from clearhead.learn.tasks.chat import chat_ids
+from clearhead.learn.tasks.generation import chat_ids
 
 # retrieval ------------------------------------------------------------------------------------------------
 

@@ -318,7 +318,9 @@ def run_serve_embeddings() -> None:
         def over_http() -> np.ndarray:
             rows = []
             for start in range(0, len(texts), TOGETHER):
-                answer = asyncio.run(ask(port, "/v1/embeddings", {"input": texts[start : start + TOGETHER]}))
+                answer = asyncio.run(
+                    ask(port, "/v1/embeddings", {"input": texts[start : start + TOGETHER], "truncate": True})
+                )
                 rows += [one["embedding"] for one in json.loads(answer.text)["data"]]
             return np.array(rows)
 

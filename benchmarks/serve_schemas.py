@@ -25,7 +25,7 @@ from tests.serve import mixes
 
 from clearhead.errors import InputError
 from clearhead.run.generate.grammar import check_constraint
-from clearhead.run.serve.answers import completion
+from clearhead.run.serve.answers import choices_of
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.protocol import CompletionBody
@@ -130,7 +130,7 @@ def main() -> None:
             continue
         stated = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         body = {"prompt": "x", "max_tokens": 200, "seed": len(asked), "response_format": stated}
-        asked.append((schema, completion(engine, "m", CompletionBody.model_validate(body))))
+        asked.append((schema, choices_of(engine, "m", CompletionBody.model_validate(body))))
         asked[-1][1].submit()
     while engine.busy:
         engine.step()

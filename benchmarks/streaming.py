@@ -22,8 +22,9 @@ import clearhead as ch
 from clearhead.app.plot import save as save_picture
 from clearhead.app.plot import single
 from clearhead.app.plot.models import draw_long
-from clearhead.run.generate.decode import Continuation, Ends, Prompts, decode, prefill
+from clearhead.run.generate.decode import decode, prefill
 from clearhead.run.generate.request import Request
+from clearhead.run.generate.sequence import Ends, Prompts, Sequence
 from clearhead.run.kernels.prepare import prepared
 
 # streaming ------------------------------------------------------------------------------------------------
@@ -56,7 +57,7 @@ def measure_tokens(
     for start, end in itertools.pairwise([0, *ends]):
         stamps: list[float] = []
 
-        def watch(number: int, row: Continuation, stamps: list[float] = stamps) -> None:
+        def watch(number: int, row: Sequence, stamps: list[float] = stamps) -> None:
             stamps.append(time.process_time())
 
         began = time.process_time()

@@ -14,11 +14,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.update(
     {
         "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-        "avx2": {
-            "ATEN_CPU_CAPABILITY": "avx2",
-            "ONEDNN_MAX_CPU_ISA": "AVX2",
-            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-        },
+        "avx2": dict(ATEN_CPU_CAPABILITY="avx2", ONEDNN_MAX_CPU_ISA="AVX2", MKL_ENABLE_INSTRUCTIONS="AVX2"),
         "plain": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
         "neon": {"ATEN_CPU_CAPABILITY": "default"},
     }.get(os.environ.get("CLEARHEAD_CPU", ""), {})
@@ -27,8 +23,10 @@ os.environ.update(
 import hypothesis
 import pytest
 import torch
+from tokenizers import Tokenizer
 
-from tests import skipped
+from tests import harness, skipped
+from tests.harness import CommandLine
 
 torch.set_num_threads(1)
 # On Arm, oneDNN plans each product of float32 anew: 0.6 ms however small it is, as nearly all are here.
@@ -91,6 +89,18 @@ def _brief():
         patch.setattr("clearhead.learn.training.events.draw", lambda folder: None)
         patch.setattr("os.fsync", lambda number: None)
         yield
+
+
+@pytest.fixture
+def clearhead(capsys) -> CommandLine:
+    """`clearhead("cost", "gpt2", "--json --batch 2")`: a command without a new process."""
+    return CommandLine(capsys)
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """One token for each byte, shared by the tests of generation and serving."""
+    return harness.byte_tokenizer(special=())
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import torch
 start = time.process_time()
 import clearhead as ch
 found = {"seconds": time.process_time() - start, "imported": list(sys.modules)}
+found["modules"] = [ch.inside.__name__, ch.core.__name__]
 ch.show
 found["imported to show"] = list(sys.modules)
 with warnings.catch_warnings(record=True) as seen:
@@ -25,6 +26,8 @@ with warnings.catch_warnings(record=True) as seen:
     assert ch.Loaded is ch.Model and ch.Loaded is ch.Model
 assert "Loaded" not in ch.__all__
 found["warned"] = [f"{one.category.__name__}: {one.message}" for one in seen]
+import clearhead.learn.training.run, clearhead.variants.costs
+found |= {"train": str(ch.train), "cost": str(ch.cost), "compiler": "torch._dynamo" in sys.modules}
 print(json.dumps(found))
 """
 

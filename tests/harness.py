@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import pytest
 import safetensors.torch
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 import clearhead as ch
+from clearhead.app.cli import main
 
 V = 13  # vocabulary of the micro models
 T = 8  # tokens of their inputs
+# What an encoder of pictures has in place of a vocabulary.
+PATCHES = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "class_token": True, "vocab_size": 0}
 SMALL = {"vocab_size": V, "d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24, "max_positions": 32}
 
 
 def config(**changes) -> ch.ModelConfig:
     """A micro model; `changes` override."""
     return ch.ModelConfig(**{**SMALL, **changes})
+
+
+def word_tokenizer(words: list[str], unknown: str) -> Tokenizer:
+    """A token for each of some words, which spaces part."""
+    tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return tokenizer
+
+
+def byte_tokenizer(special: tuple[str, ...] = ("<|end|>",)) -> Tokenizer:
+    """A token for each byte, and special ones."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([], trainers.BpeTrainer(vocab_size=256, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens(list(special))
+    return tokenizer
 
 
 def scramble(module: nn.Module, seed: int = 0, spread: float = 0.2) -> nn.Module:
@@ -107,9 +132,80 @@ def through_bytes(model: nn.Module, fresh: nn.Module) -> nn.Module:
     return fresh.eval()
 
 
+def differing(
+    model: ch.Transformer, ids: Tensor, cached: bool = True, tolerance: float = 1e-5, **given
+) -> dict[str, float]:
+    """Return what is not the same however a model is run: cached, padded, eager, saved; and by how much."""
+    differences, decodes = {}, cached and model.config.decoder is not None
+    with torch.no_grad():
+        logits = model(ids, **given).logits
+        fixed = ch.FixedCache(model.config, *ids.shape[:2]) if decodes else None
+        for cache in (ch.Cache(), ch.WindowCache(), fixed) if decodes else ():
+            said = in_pieces(model, ids, chunks(ids.shape[1], 3), cache, **given)
+            differences[type(cache).__name__] = worst(said, logits)
+        for where in ("left", "right", "gaps"):
+            padded, mask = pad(ids, where)
+            said = model(padded, mask=mask, **given).logits
+            said = said[mask].view_as(logits) if logits.ndim == 3 else said  # else one answer for each row
+            differences[f"padded {where}"] = worst(said, logits)
+        with ch.attending(model, "eager"):
+            differences["eager"] = worst(model(ids, **given).logits, logits)
+        again = through_bytes(model, ch.Transformer(model.config))
+        differences["saved"] = 0.0 if torch.equal(again(ids, **given).logits, logits) else float("inf")
+    return {name: gap for name, gap in differences.items() if not gap <= tolerance}
+
+
 def every_dtype_kept(part: Callable[[Tensor], Tensor], module: nn.Module | None, x: Tensor) -> None:
     """bfloat16 in, bfloat16 out; float64 stays float64."""
     for dtype in (torch.float64, torch.bfloat16):
         if module is not None:
             module.to(dtype)
         assert part(x.to(dtype)).dtype == dtype
+
+
+class Ran(NamedTuple):
+    """What a command left: its exit code, and what it wrote to stdout and to stderr."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The JSON of stdout: one value, or a list of them where it has several lines."""
+        lines = [json.loads(line) for line in self.out.splitlines()]
+        return lines[0] if len(lines) == 1 else lines
+
+
+class CommandLine:
+    """The command line in this process; an argument that begins with "--" is split at its spaces."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *arguments: object) -> Ran:
+        split = [text.split() if text.startswith("--") else [text] for text in map(str, arguments)]
+        self.capsys.readouterr()
+        try:
+            main([part for some in split for part in some])
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        return Ran(code, *self.capsys.readouterr())
+
+    def refuses(self, says: str, *arguments: object) -> None:
+        """A mistake is one line on stderr, which says what is wrong, and exit code 2."""
+        code, out, err = self(*arguments)
+        assert (code, out, err.count("\n")) == (2, "", 1) and says in err, (arguments, code, out, err)
+
+
+def split(*texts: str) -> list[str]:
+    """The words of some texts: settings of a recipe, several to a text."""
+    return [setting for text in texts for setting in text.split()]
+
+
+class Notes(list[str]):
+    """The lines that a run says of itself: pass it as `on_event`."""
+
+    def __call__(self, event: object) -> None:
+        self.append(getattr(event, "line", ""))

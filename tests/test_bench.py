@@ -1,13 +1,10 @@
 """`clearhead bench`: what is timed, beside whom, and the least that it could take."""
 
-import json
-
 import pytest
 import torch
 import transformers
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.errors import InputError
 from clearhead.labs.speed import jobs
 from clearhead.labs.speed.compare import compare
@@ -177,7 +174,7 @@ def test_an_answer_that_fails_in_a_later_round_is_no_speed_either(decoder, monke
     assert len(calls) == 3 and "it wrote 0 tokens" in job.timings[1].fault
 
 
-def test_nothing_is_quicker_than_the_machine(decoder, monkeypatch, capsys, tmp_path):
+def test_nothing_is_quicker_than_the_machine(decoder, monkeypatch, clearhead, tmp_path):
     """A program that has kept its answer: all its tokens are there, and no weight was read."""
     m = ch.load(decoder)
     with_peer(monkeypatch, m, lambda rows: rows, quick=True)
@@ -190,8 +187,7 @@ def test_nothing_is_quicker_than_the_machine(decoder, monkeypatch, capsys, tmp_p
     assert job.limit == pytest.approx(4 / job.least_seconds)
     assert mine.fault or mine.per_second <= 1.1 * job.limit
     given = ["bench", str(decoder), "--parts", "decode", "--new", "4", "--batches", "1", "--rounds", "1"]
-    main([*given, "--against", "transformers", "--plot", str(tmp_path / "a.png")])
-    shown = capsys.readouterr().out
+    shown = clearhead(*given, f"--against transformers --plot {tmp_path}/a.png").out
     assert "above the limit" in shown and "peer has no speed of decode 4, batch 1" in shown
 
 
@@ -221,14 +217,12 @@ def test_a_program_that_ends_its_process_is_named(tmp_path):
         Llama(tmp_path / "no.gguf", 16, 1)
 
 
-def test_the_command(decoder, capsys, tmp_path):
+def test_the_command(decoder, clearhead, tmp_path):
     given = ["bench", str(decoder), "--prompt", "8", "--new", "2", "--batches", "1", "--rounds", "1"]
-    main([*given, "--against", "none", "--json", "--plot", str(tmp_path / "a.png")])
-    body = json.loads(capsys.readouterr().out)
+    body = clearhead(*given, f"--against none --json --plot {tmp_path}/a.png").json
     assert [job["kind"] for job in body["jobs"]] == ["first", "decode", "train"]
     assert body["machine"]["bandwidth"] > 0 and (tmp_path / "a.png").stat().st_size > 1000
-    main([*given, "--against", "transformers"])
-    shown = capsys.readouterr().out
+    shown = clearhead(*given, "--against transformers").out
     assert "transformers" in shown and "of it" in shown
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from tests.harness import build, chunks, config, in_pieces, some_ids, worst
+from tests.harness import build, chunks, in_pieces, some_ids, worst
 
 TOLERANCE = 1e-5
 FORMS = {
@@ -318,15 +318,6 @@ def test_the_bias_learns():
             gradient = torch.autograd.grad(model(ids, bias=bias).logits.square().sum(), bias)[0]
         assert gradient.isfinite().all()
         assert gradient.any()
-
-
-@pytest.mark.ledger("G2")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_fixed_cache_dtype(dtype):
-    model = build().to(dtype)
-    cache = ch.FixedCache(config(), 2, 8, dtype=dtype)
-    ids = some_ids()
-    assert worst(in_pieces(model, ids, [3, 5], cache), model(ids).logits) <= TOLERANCE
 
 
 @pytest.mark.parametrize("wrong", [ch.ModelConfig(vocab_size=8), -1, 2.5], ids=type)

@@ -42,14 +42,9 @@ GEMMA2 = {
     "window": (5, None),
     "activation": "gelu_tanh",
 }
-BERT = {
-    "family": "encoder",
-    "norm_position": "post",
-    "embedding_norm": True,
-    "n_types": 2,
-    "norm_eps": 1e-12,
-    "dropout": 0.1,
-}
+BERT = dict(
+    family="encoder", norm_position="post", embedding_norm=True, n_types=2, norm_eps=1e-12, dropout=0.1
+)
 T5 = {
     "family": "encoder-decoder",
     "positions": "relative",
@@ -94,28 +89,16 @@ SCALINGS = [
     ch.RopeScaling(kind="longrope", short_factor=(1.0, 1.5), long_factor=(2.0, 3.0), original_positions=16),
 ]
 OTHERS = {
-    "original": {
-        "family": "encoder-decoder",
-        "positions": "sinusoidal",
-        "embedding_scale": 4.0,
-        "norm_position": "post",
-    },
+    "original": dict(
+        family="encoder-decoder", positions="sinusoidal", embedding_scale=4.0, norm_position="post"
+    ),
     "sinusoidal": {"positions": "sinusoidal", "sinusoid_layout": "half", "sinusoid_ends": True},
     "no positions": {"positions": "none", "activation": "relu2"},
-    "interleaved": {
-        "positions": "rope",
-        "rope_layout": "interleaved",
-        "rope_fraction": 0.5,
-        "rope_skips": (1,),
-    },
+    "interleaved": dict(positions="rope", rope_layout="interleaved", rope_fraction=0.5, rope_skips=(1,)),
     "output norms": {"norm_position": "output", "qk_norm": "full"},
-    "norms of heads": {
-        "qk_norm": "head",
-        "d_value": 7,
-        "rope_local_base": 100.0,
-        "window": (4, None),
-        "positions": "rope",
-    },
+    "norms of heads": dict(
+        qk_norm="head", d_value=7, rope_local_base=100.0, window=(4, None), positions="rope"
+    ),
     "parallel": {"parallel": True},
     "parallel, two norms": {"parallel": True, "parallel_norms": 2},
     "shared layers": {"layer_groups": 1, "d_embedding": 8},
@@ -127,29 +110,19 @@ OTHERS = {
         **{"attention_gate": True, "d_value": 7, "n_kv_heads": 2, "gated": True, "norm_unit_offset": True},
         **{"n_experts": 3, "d_expert": 9, "d_shared_expert": 10, "dense_layers": (1,)},
     },
+    "sinks of groups": {"attention_sink": True, "n_kv_heads": 2, "positions": "rope", "window": 3},
+    "sinks under a soft-cap": {"attention_sink": True, "attention_softcap": 5.0, "positions": "alibi"},
+    "sinks of two stacks": {"family": "encoder-decoder", "positions": "relative", "attention_sink": True},
+    "sinks of pruned heads": {"attention_sink": True, "pruned_heads": {"blocks.0.attention": (1,)}},
     "all experts weighed": {"n_experts": 4, "router_order": "softmax_topk", "router_renormalise": False},
     "pruned": {"positions": "alibi", "n_kv_heads": 2, "pruned_heads": {"blocks.1.attention": (0, 1)}},
-    "scaled residuals": {
-        "residual_scale": 0.5,
-        "head_transform": True,
-        "head_activation": "relu",
-        "tie_embeddings": False,
-    },
-    "vectors": {
-        "family": "encoder",
-        "input": "vectors",
-        "d_input": 5,
-        "head": "embedding",
-        "normalise": True,
-        "pooling": "mean",
-    },
-    "frames": {
-        "family": "encoder",
-        "input": "frames",
-        "d_input": 5,
-        "head": "none",
-        "positions": "sinusoidal",
-    },
+    "scaled residuals": dict(
+        residual_scale=0.5, head_transform=True, head_activation="relu", tie_embeddings=False
+    ),
+    "vectors": dict(
+        family="encoder", input="vectors", d_input=5, head="embedding", normalise=True, pooling="mean"
+    ),
+    "frames": dict(family="encoder", input="frames", d_input=5, head="none", positions="sinusoidal"),
     "last token": {"head": "classifier", "n_classes": 3, "pooler": "relu"},
     **{f"rope {scaling.kind}": {"positions": "rope", "rope_scaling": scaling} for scaling in SCALINGS},
 }
@@ -170,15 +143,17 @@ def test_a_healthy_model_of_every_family_passes(name):
     assert all(row.verdict == "equal" for row in rows)
 
 
-@pytest.mark.parametrize("name", ["llama", "t5"])
 @pytest.mark.slow
-def test_rows_reach_the_lengths_at_which_something_changes(name, monkeypatch):
+def test_rows_reach_the_lengths_at_which_something_changes(monkeypatch):
     """With the pieces that generation really reads: a thousand tokens and some."""
     monkeypatch.undo()
-    rows = {row.name: row for row in ch.check(build(**FAMILIES[name]))}
-    assert not_passed(list(rows.values())) == []
+    rows = {
+        row.name: row for row in checks.checks_for(build(**T5)) if "(long)" in row.name or "(far)" in row.name
+    }
     assert "1032 tokens" in rows["model = formula (long)"].compared
     assert rows.keys() >= {"model = formula (far)", "cached = formula (long)"}
+    with torch.no_grad():
+        assert [row.name for row in rows.values() if row.fits and not row.run() <= row.tolerance] == []
 
 
 def test_thresholds_are_those_of_the_config():
@@ -188,17 +163,6 @@ def test_thresholds_are_those_of_the_config():
     assert thresholds(config(max_positions=4096)) == [4096]  # too long for a row: reached by position alone
     assert (reach(config(**rope), 1024), reach(config(max_positions=4096))) == (1032, 128)
     assert (reach(config(max_positions=77)), reach(config(**T5))) == (77, 128)
-
-
-@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
-@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_half_precision_has_a_tolerance_of_its_own(name):
-    model = ch.Transformer(build(**FAMILIES[name]).config).bfloat16()
-    rows = ch.check(model)
-    assert not_passed(rows) == []
-    # The copies that test the code alone are float32.
-    assert {row.tolerance for row in rows} == {5e-2, 1e-5, 0.0}
-    assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
 # The formula ------------------------------------------------------------------------------------------------

@@ -57,7 +57,10 @@ def test_routed_layers_are_the_same_however_they_are_run(name):
             return
         changed = ids.clone()
         changed[:, 5:] = (changed[:, 5:] + 1) % V
-        assert torch.equal(model(changed[:1]).logits[:, :5], model(ids[:1]).logits[:, :5])
+        later, before = (model(x[:1]).logits[:, :5] for x in (changed, ids))
+        assert worst(later, before) < 1e-6  # another number of later tokens is multiplied together
+        with ch.record(model, "*.passed"):
+            assert torch.equal(model(changed[:1]).logits[:, :5], model(ids[:1]).logits[:, :5])
         forms = (ch.Cache, ch.WindowCache)
         for form, size in ((form, size) for form in forms for size in (1, 4)):
             assert worst(in_pieces(model, ids, chunks(11, size), form()), whole) < 1e-5
@@ -259,7 +262,7 @@ WRONG = [
     ({"layer_groups": 2}, "layer_groups shares them"),
     (
         {"positions": "rope", "rope_scaling": ch.RopeScaling(kind="dynamic", factor=2.0)},
-        "rope scaling dynamic, which turns keys by the longest row",
+        "rope scaling dynamic, which rotates keys by the longest row",
     ),
 ]
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from clearhead.core.steps import Pass
 from clearhead.core.taps import Tap
 from clearhead.errors import ConfigError, InputError
 from clearhead.variants.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps
-from tests.harness import chunks, scramble, worst
+from clearhead.variants.steps import Pass
+from tests.harness import scramble, worst
 
 B, K, H, T, E, VALUE, D = 2, 2, 4, 13, 5, 3, 16
 
@@ -78,22 +76,6 @@ def test_a_strong_decay_does_not_round_what_follows():
     assert worst(out.double(), right) <= 1e-5
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_pieces_of_any_sizes_equal_one_call(packed):
-    given = [x.float() for x in inputs()]
-    starts = STARTS if packed else None
-    whole, last = gated_delta(*given, starts=starts, chunk=4)
-    for sizes in [*([at, T - at] for at in range(1, T)), [1] * T, [3, 1, 7, 2]]:
-        said, state, start = [], None, 0
-        for size in sizes:
-            piece = slice(start, start + size)
-            cut = None if starts is None else starts[:, piece]
-            out, state = gated_delta(*(x[:, :, piece] for x in given), state, starts=cut, chunk=4)
-            said.append(out)
-            start += size
-        assert max(worst(torch.cat(said, dim=2), whole), worst(state, last)) <= 1e-5
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_off_by_the_rounding_of_its_inputs_and_output(dtype):
     given = [x.to(dtype) for x in inputs(300, seed=2)]
@@ -121,38 +103,6 @@ PACKED = torch.tensor([[7] * 3 + [2] + [5] * 5 + [9] * 4, [1] * 7 + [4] * 5 + [8
 
 def vectors() -> Tensor:
     return torch.randn(B, T, D, generator=torch.Generator().manual_seed(5))
-
-
-@pytest.mark.parametrize("where", PADDINGS)
-@pytest.mark.parametrize("packed", [False, True])
-def test_padding_and_other_documents_have_no_say(where, packed):
-    """A padded and packed row gives each document the answer that it has alone."""
-    model, x, real = layer(), vectors(), torch.tensor(PADDINGS[where], dtype=torch.bool)
-    documents = PACKED if packed else torch.zeros_like(PACKED)
-    noise = torch.where(real, documents, torch.randint(20, PACKED.shape))  # padding may carry any id
-    out = model(torch.where(real[..., None], x, 100.0), real, noise if packed else None)
-    for row in range(B):
-        for document in documents[row].unique():
-            its = real[row] & (documents[row] == document)
-            if its.any():
-                assert worst(model(x[row : row + 1, its])[0], out[row, its]) <= 1e-5
-
-
-@pytest.mark.parametrize(("where", "packed"), itertools.product([None, *PADDINGS], (False, True)))
-def test_a_layer_in_pieces_equals_one_call(where, packed):
-    model, x = layer(), vectors()
-    real = None if where is None else torch.tensor(PADDINGS[where], dtype=torch.bool)
-    documents = PACKED if packed else None
-    shown = torch.ones(B, T, dtype=torch.bool) if real is None else real
-    with torch.no_grad():
-        whole = model(x, real, documents)
-        for sizes in [*([at, T - at] for at in range(1, T)), [1] * T, [3, 1, 7, 2], chunks(T, 5)]:
-            said, state, start = [], GatedDeltaState(), 0
-            for size in sizes:
-                cut = (None if each is None else each[:, start : start + size] for each in (real, documents))
-                said.append(model(x[:, start : start + size], *cut, state))
-                start += size
-            assert worst(torch.cat(said, dim=1)[shown], whole[shown]) <= 1e-5
 
 
 def test_gradients_of_a_layer_are_those_of_finite_differences():

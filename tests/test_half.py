@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.inside.checks.rows import TOLERANCE
 from tests.harness import build
 from tests.test_checks import FAMILIES, OTHERS
 
@@ -18,6 +19,7 @@ def pytest_generate_tests(metafunc):
         cases = [(name, metafunc.config.getoption("--dtype")) for name in CHOICES]
     else:
         cases = [("gemma2", "float16"), ("experts", "bfloat16"), ("rope longrope", "bfloat16")]
+        cases += [("bert", "bfloat16"), ("t5", "float16")]
     metafunc.parametrize(("name", "dtype"), cases)
 
 
@@ -31,3 +33,5 @@ def test_every_choice_passes_the_check(name, dtype, differences):
             row.difference or 0.0, differences.worst.get(row.name.partition(" (")[0], 0.0)
         )
     assert [row for row in rows if not row.passed] == []
+    # The copies that test the code alone are float32.
+    assert {row.tolerance for row in rows} >= {TOLERANCE[next(model.parameters()).dtype], 1e-5}

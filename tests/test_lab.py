@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from clearhead.app.cli import main
 from clearhead.errors import ClearheadError
 from clearhead.labs.lab import EXPERIMENTS, attention, report
 from clearhead.labs.lab.experiment import (
@@ -23,6 +22,7 @@ from clearhead.labs.lab.experiment import (
     run_trials,
 )
 
+pytestmark = pytest.mark.ledger("N1", "N10", "N2", "N3", "N4", "N5", "N6", "N7", "N8", "N9")
 # What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
 DIRECTIONS = [
     ("positions", "none", "learned", "order", 0.08, 0.3),
@@ -49,7 +49,6 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.ledger("N1", "N2", "N4", "N6", "N8", "N9")
 @pytest.mark.parametrize(
     ("name", "less", "more", "figure", "effort", "by"), DIRECTIONS, ids=[one[0] for one in DIRECTIONS]
 )
@@ -67,12 +66,11 @@ def check(experiment: Experiment, numbers) -> None:
     """A trial has every figure and curve, and claims speak of arms and figures that there are."""
     assert all(math.isfinite(numbers[figure]) for figure in experiment.figures)
     assert all(numbers[picture.curve or picture.figure] is not None for picture in experiment.pictures)
-    for claim in experiment.claims:
+    for claim in experiment.claims.values():
         assert claim.figure in experiment.figures
         assert {claim.less, claim.more} <= experiment.arms.keys()
 
 
-@pytest.mark.ledger("N3", "N5", "N7", "N10")
 @pytest.mark.parametrize("name", [name for name in EXPERIMENTS if name not in {one[0] for one in DIRECTIONS}])
 @pytest.mark.slow
 def test_every_experiment_measures_its_figures(name, monkeypatch):
@@ -103,7 +101,7 @@ def made(values: dict[str, list[float]]) -> Experiment:
         question="Is it?",
         arms={name: name for name in values},
         run=lambda arm, setting: {"figure": values[arm][setting.seed], "curve": [[0, 1.0], [1, 2.0]]},
-        claims=(Claim("a is less than b.", "figure", "a", "b", 0.5),),
+        claims={"a is less than b.": Claim("figure", "a", "b", 0.5)},
         figures={"figure": "a number"},
         pictures=(
             Picture("curve", "Curve", "x", "y", curve="curve"),
@@ -168,7 +166,7 @@ def test_a_stopped_experiment_goes_on_where_it_was(tmp_path):
             raise KeyboardInterrupt
         return {"figure": 1.0}
 
-    experiment = Experiment("t", "q", {"a": 1, "b": 2}, run, (), {"figure": "f"})
+    experiment = Experiment("t", "q", {"a": 1, "b": 2}, run, {}, {"figure": "f"})
     with pytest.raises(KeyboardInterrupt):
         conduct("t", experiment, tmp_path, 2)
     conduct("t", experiment, tmp_path, 2)
@@ -177,31 +175,23 @@ def test_a_stopped_experiment_goes_on_where_it_was(tmp_path):
         conduct("t", experiment, tmp_path, 2, Conditions(effort=2.0))
 
 
-def test_the_command_lists_refuses_runs_and_redraws(tmp_path, capsys):
-    main(["lab"])
-    listed = capsys.readouterr().out
+def test_the_command_lists_refuses_runs_and_redraws(tmp_path, clearhead, monkeypatch):
+    listed = clearhead("lab").out
     assert all(name in listed for name in EXPERIMENTS)
-    for arguments, said in (
-        (["lab", "residual"], 'did you mean "residuals"'),
-        (["lab", "norms", "--budget", "0.001"], "minutes here, and --budget is 0.001"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        assert stop.value.code == 2
-        assert said in capsys.readouterr().err
+    clearhead.refuses('did you mean "residuals"', "lab", "residual")
+    clearhead.refuses("minutes here, and --budget is 0.001", "lab", "norms", "--budget 0.001")
     folder = tmp_path / "tying"
-    main(["lab", "tying", "--effort", "0.01", "--seeds", "1", "--out", str(folder), "--json"])
-    body = json.loads(capsys.readouterr().out)
-    assert body["verdicts"][0]["verdict"] == "undecided"
+    with monkeypatch.context() as patch:  # without matplotlib the numbers are kept, and drawn later
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        ran = clearhead("lab", "tying", f"--effort 0.01 --seeds 1 --out {folder} --json")
+    assert ran.json["verdicts"][0]["verdict"] == "undecided" and "--redraw" in ran.err
+    assert (folder / "results.json").exists() and not (folder / "loss.png").exists()
     written = (folder / "report.md").read_text()
     (folder / "report.md").unlink()
-    (folder / "loss.png").unlink()
-    main(["lab", "tying", "--redraw", "--out", str(folder)])
+    clearhead("lab", "tying", f"--redraw --out {folder}")
     assert (folder / "report.md").read_text() == written
     assert (folder / "loss.png").exists()
-    with pytest.raises(SystemExit):
-        main(["lab", "scale", "--redraw", "--out", str(folder)])
-    assert "is of tying" in capsys.readouterr().err
+    clearhead.refuses("is of tying", "lab", "scale", f"--redraw --out {folder}")
 
 
 @pytest.mark.slow
@@ -213,14 +203,6 @@ def test_trials_of_other_processes_are_those_of_this_one(tmp_path):
     assert len(said) == 3
     for arm, (trial,) in alone.trials.items():
         assert apart.trials[arm][0]["induction"] == pytest.approx(trial["induction"], abs=1e-5)
-
-
-def test_without_matplotlib_the_numbers_are_kept_and_drawn_later(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    folder = tmp_path / "tying"
-    main(["lab", "tying", "--effort", "0.01", "--seeds", "1", "--out", str(folder)])
-    assert "--redraw" in capsys.readouterr().err
-    assert (folder / "results.json").exists() and (folder / "report.md").exists()
 
 
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
@@ -243,7 +225,7 @@ def test_the_record_of_a_short_experiment_is_of_what_ran(tmp_path):
         taken.append(setting.steps(200))
         return {"loss": 1.0}
 
-    experiment = Experiment("t", "q", {"a": 1}, run, [], {"loss": "loss"}, setup={"steps": 200, "warmup": 20})
+    experiment = Experiment("t", "q", {"a": 1}, run, {}, {"loss": "loss"}, setup={"steps": 200, "warmup": 20})
     findings = conduct("t", experiment, tmp_path, seeds=1, setting=Conditions(effort=0.1))
     assert taken == [20] and findings.to_dict()["setup"] == {"steps": 20, "warmup": 10}
     stored = json.loads(next((tmp_path / "trials").iterdir()).read_text())

@@ -13,10 +13,11 @@ from clearhead.app.commands.common import writing
 from clearhead.errors import ConfigError
 from clearhead.learn.recipe import Recipe
 from clearhead.learn.training.build import build
+from tests.harness import Notes, split
 from tests.test_tasks import saved
 from tests.training.test_refusals import words
 
-TINY = ["model.d_model=16", "model.n_layers=1", "model.n_heads=2", "train.steps=2", "train.device=cpu"]
+TINY = split("model.d_model=16 model.n_layers=1 model.n_heads=2 train.steps=2 train.device=cpu")
 
 
 def refused(capsys, *arguments) -> str:
@@ -76,13 +77,9 @@ def test_a_pipe_is_written_to_and_stays(tmp_path):
 def test_unknown_tokens_are_said_and_leave_no_bits_per_byte(tmp_path):
     (tmp_path / "text.txt").write_text("one two three four five six seven eight\n" * 40)
     (tmp_path / "greek.txt").write_text("αβγδ εζηθ ικλμ\n" * 40)
-    said: list[str] = []
-    made = ch.train(
-        tmp_path / "text.txt",
-        out=tmp_path / "char",
-        settings=[*TINY, "tokens.kind=char", f"data.validation={tmp_path / 'greek.txt'}"],
-        on_event=lambda event: said.append(str(event)),
-    )
+    said = Notes()
+    settings = [*TINY, "tokens.kind=char", f"data.validation={tmp_path}/greek.txt"]
+    made = ch.train(tmp_path / "text.txt", out=tmp_path / "char", settings=settings, on_event=said)
     assert [line for line in said if "unknown to the tokenizer" in line and "validation: " in line]
     assert not [line for line in said if "unknown to the tokenizer" in line and "train: " in line]
     known, unknown = (ch.evaluate(made.model, tmp_path / name) for name in ("text.txt", "greek.txt"))

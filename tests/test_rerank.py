@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import transformers
 
 import clearhead as ch
-from clearhead.app.cli import main
 
 QUERY = "who lives in berlin ?"
 TEXTS = ["it rains .", "anna lives in berlin .", "berlin rains", "who ?"]
@@ -34,7 +31,7 @@ def folder(tmp_path, request):
 
 
 @pytest.mark.parametrize("folder", [1], indirect=True)
-def test_a_cross_encoder_ranks_as_the_reference_scores(folder, capsys):
+def test_a_cross_encoder_ranks_as_the_reference_scores(folder, clearhead):
     tokenizer = transformers.BertTokenizer.from_pretrained(folder)
     model = transformers.BertForSequenceClassification.from_pretrained(folder).eval()
     given = tokenizer([QUERY] * len(TEXTS), TEXTS, padding=True, return_tensors="pt")
@@ -46,8 +43,7 @@ def test_a_cross_encoder_ranks_as_the_reference_scores(folder, capsys):
     assert [one.text for one in found] == [TEXTS[n] for n in order]
     assert max(abs(one.score - float(wanted[one.index])) for one in found) <= 1e-6
     (folder / "texts.txt").write_text("\n".join(TEXTS) + "\n")
-    main(["rerank", str(folder), QUERY, "--file", str(folder / "texts.txt"), "--top", "2", "--json"])
-    results = json.loads(capsys.readouterr().out)["results"]
+    results = clearhead("rerank", folder, QUERY, f"--file {folder}/texts.txt --top 2 --json").json["results"]
     assert [one["index"] for one in results] == order[:2]
 
 

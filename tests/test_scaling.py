@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from clearhead.app.cli import main
 from clearhead.errors import ClearheadError
 from clearhead.labs.lab.scaling import (
     CHINCHILLA,
@@ -97,10 +96,7 @@ def test_no_other_size_does_better_with_a_budget(law):
 
 @pytest.mark.parametrize(
     ("points", "line"),
-    [
-        (POINTS[:4], "a law has five numbers"),
-        ([*POINTS, Point(1e5, 1e6, 0.0)], "is not of numbers above 0"),
-    ],
+    [(POINTS[:4], "a law has five numbers"), ([*POINTS, Point(1e5, 1e6, 0.0)], "is not of numbers above 0")],
 )
 def test_points_that_make_no_law_are_refused(points, line):
     with pytest.raises(ClearheadError, match=line):
@@ -118,20 +114,16 @@ def test_a_rung_reads_each_token_once_and_learns():
         train_rung(Rung(1, 16, 9_000, rows=4, length=16), text, text, 8, 0, "cpu")
 
 
-def test_the_command_spends_a_budget(capsys, tmp_path):
-    main(["plan", "--budget", "5.76e23", "--json"])
-    body = json.loads(capsys.readouterr().out)
+def test_the_command_spends_a_budget(clearhead, tmp_path):
+    body = clearhead("plan", "--budget 5.76e23 --json").json
     assert body["weights"] == pytest.approx(CHINCHILLA.best(5.76e23).weights)
     law = tmp_path / "results.json"
     law.write_text(json.dumps({"law": vars(TRUE)}))
-    main(["plan", "--budget", "1e15", "--law", str(law)])
-    assert "tokens" in capsys.readouterr().out
+    assert "tokens" in clearhead("plan", f"--budget 1e15 --law {law}").out
     for wrong, line in (
         (["--budget", "-1"], "must be a number above 0"),
         (["--budget", "1e9", "--law", str(tmp_path / "no.json")], "does not exist"),
         (["--law", str(law)], "--budget"),
         ([], "needs a CONFIG and --devices, or a --budget"),
     ):
-        with pytest.raises(SystemExit) as stop:
-            main(["plan", *wrong])
-        assert stop.value.code == 2 and line in capsys.readouterr().err
+        clearhead.refuses(line, "plan", *wrong)

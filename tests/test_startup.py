@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 import resource
 import subprocess
@@ -13,63 +14,41 @@ import pytest
 
 import clearhead as ch
 from clearhead.app import cli
-from clearhead.app.commands import GROUPS
+from clearhead.app.views import GROUPS
 from tests import fresh
 
-LIGHT = """
-import sys
+# Command lines, and the libraries that they may import: those of the list of commands none.
+LINES = [
+    *[(line, []) for line in (["--help"], ["--version"], ["trian"], ["--wrong"], [])],
+    *[(line.split(" "), ["tyro"]) for line in (
+        "generate DIR --tempreture 1", "classify", "cost gpt2 --length many", "geometry DIR nonsense",
+        "tokens ", "check /nowhere", "classify /nowhere text", "lens /nowhere text", "geometry / analogy man",
+    )],
+    *[([command, "--help"], ["tyro"]) for command in cli.COMMANDS],
+]  # fmt: skip
+LOADED = """
+import contextlib, io, json, sys
 from clearhead.app.cli import main
-try:
-    main({arguments!r})
-except SystemExit:
-    pass
-heavy = ("torch", "numpy", "tokenizers", "rich", "tyro")
-print([name for name in heavy if name in sys.modules], file=sys.stderr)
-"""
-
-
-def loaded(*arguments: str) -> list[str]:
-    """The heavy libraries that a command line has imported by its end."""
-    command = [sys.executable, "-c", LIGHT.format(arguments=list(arguments))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return eval(done.stderr.splitlines()[-1])
-
-
-@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("trian",), ("--wrong",), ()])
-def test_the_list_of_commands_needs_no_library(arguments):
-    assert loaded(*arguments) == []
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("generate", "DIR", "--tempreture", "1"),
-        ("classify",),
-        ("cost", "gpt2", "--length", "many"),
-        ("geometry", "DIR", "nonsense"),
-        ("tokens", ""),
-        ("check", "/nowhere"),
-        ("classify", "/nowhere", "a text"),
-        ("lens", "/nowhere", "a text"),
-        ("geometry", "/", "analogy", "man"),
-    ],
-    ids=" ".join,
-)
-def test_a_usage_error_needs_no_torch(arguments):
-    assert loaded(*arguments) == ["tyro"]
-
-
-def test_the_help_of_a_command_needs_no_torch():
-    script = """
-import contextlib, io, sys
-from clearhead.app.cli import COMMANDS, main
-for name in COMMANDS:
+found = []
+for line in json.loads(sys.argv[1]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-        main([name, "--help"])
-    heavy = [library for library in ("torch", "numpy", "tokenizers", "rich") if library in sys.modules]
-    assert not heavy, (name, heavy)
+        main(line)
+    heavy = ("torch", "numpy", "tokenizers", "rich", "tyro")
+    found.append([name for name in heavy if name in sys.modules])
+print(json.dumps(found))
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def python(script: str, *arguments: str) -> str:
+    """What a new process prints."""
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_help_and_usage_errors_need_no_library():
+    """One process for all of them: what a line has imported is still there at the next."""
+    found = json.loads(python(LOADED, json.dumps([line for line, _ in LINES])))
+    assert [(line, heavy) for (line, _), heavy in zip(LINES, found, strict=True)] == LINES
 
 
 def test_help_is_quick():
@@ -80,46 +59,23 @@ def test_help_is_quick():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
-def test_the_list_of_commands_fits_a_terminal(capsys):
-    cli.main(["--help"])
-    out = capsys.readouterr().out
+def test_the_list_of_commands_fits_a_terminal(clearhead):
+    out = clearhead("--help").out
     assert max(map(len, out.splitlines())) <= 80
     assert all(f"\n  {name} " in out for name in cli.COMMANDS)
     assert [line for line in out.splitlines() if line in GROUPS] == list(GROUPS)
     assert len(cli.COMMANDS) == sum(map(len, GROUPS.values()))
-
-
-def test_no_command_is_an_error_that_lists_them(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([])
-    written = capsys.readouterr()
-    assert (stopped.value.code, written.out) == (2, "")
-    assert "generate" in written.err
-
-
-@pytest.mark.parametrize("command", cli.COMMANDS)
-def test_options_show_what_to_write(command, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    out = capsys.readouterr().out
-    assert "{None}" not in out and " STR" not in out
-    words = " ".join(out[out.index("show this help") :].replace("│", " ").split())
-    assert "(default: None)" not in words and "(default: )" not in words
-    if "--device " in words:
-        shown = words.split("--device ")[1].split(" --")[0]
-        assert shown.endswith("(default: auto)"), "one default of --device everywhere"
+    code, out, err = clearhead()
+    assert (code, out) == (2, "") and "generate" in err
 
 
 @pytest.mark.parametrize("command", ["classify", "embed", "score", "generate", "rerank", "heads", "long"])
-def test_files_of_texts_are_data_in_every_command(command, tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
-    assert "--data" in capsys.readouterr().out
+def test_files_of_texts_are_data_in_every_command(command, tmp_path, clearhead):
+    assert "--data" in clearhead(command, "--help").out
     texts, words = tmp_path / "texts.txt", ["a query"] if command == "rerank" else []
     texts.write_text("a text\n")
-    with pytest.raises(SystemExit) as stopped:  # it is understood, and the directory is what is wrong
-        cli.main([command, str(tmp_path / "nowhere"), *words, "--data", str(texts)])
-    assert stopped.value.code == 2 and "nowhere is not a directory" in capsys.readouterr().err
+    _, _, err = clearhead(command, tmp_path / "nowhere", *words, f"--data {texts}")
+    assert "nowhere is not a directory" in err  # it is understood, and the directory is what is wrong
 
 
 # The public names -----------------------------------------------------------------------------------------
@@ -140,15 +96,11 @@ def test_no_public_name_is_a_module_too():
 
 
 @pytest.mark.slow
-def test_names_do_not_depend_on_what_was_imported_before():
-    script = """
-import sys
-import clearhead.learn.training.run, clearhead.variants.costs, clearhead as ch
-print(ch.train, ch.cost, "torch._dynamo" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.count("<function") == 2
-    assert done.stdout.endswith(" False\n"), "the compiler takes two seconds to load: not before it is used"
+def test_names_do_not_depend_on_what_was_imported_before(tmp_path_factory):
+    found = fresh.found(tmp_path_factory)
+    assert found["train"].startswith("<function") and found["cost"].startswith("<function")
+    assert not found["compiler"], "the compiler takes two seconds to load: not before it is used"
+    assert found["modules"] == ["clearhead.inside", "clearhead.core"]  # without importing them first
 
 
 @pytest.mark.slow
@@ -162,12 +114,6 @@ def test_an_unknown_name_suggests_the_nearest():
         _ = ch.trian
     with pytest.raises(ImportError):
         exec("from clearhead import nonsense")
-
-
-def test_modules_are_found_without_importing_them_first():
-    script = "import clearhead as ch; print(ch.inside.__name__, ch.core.__name__)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "clearhead.inside clearhead.core\n"
 
 
 def test_the_types_are_shipped():

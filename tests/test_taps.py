@@ -15,8 +15,6 @@ from clearhead.core.attention import KERNELS
 from clearhead.core.taps import SILENT, LiveTap, tap_for
 from tests.harness import build, config, in_pieces, some_ids, worst
 
-ATTENTION = ["q", "k", "v", "scores", "pattern", "z", "out"]
-
 
 def source_for(model: ch.Transformer) -> dict[str, torch.Tensor]:
     both = model.config.encoder is not None and model.config.decoder is not None
@@ -403,16 +401,3 @@ def test_an_edit_that_returns_nothing_leaves_the_value():
         pytest.raises(ch.InputError, match="return a tensor, or None"),
     ):
         model(ids)
-
-
-@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"num_beams": 2}, {"lookup": 3}])
-def test_recording_a_generation_keeps_every_step(options):
-    m = ch.Model(build())
-    with ch.record(m, "blocks.0.attention.k") as seen:
-        made = m.generate([3, 4, 5, 6], 5, **options)
-    keys = torch.cat(seen.calls("blocks.0.attention.k"), dim=2) if "num_beams" not in options else None
-    assert len(seen.calls("blocks.0.attention.k")) > 1
-    if keys is not None and "lookup" not in options:
-        with torch.no_grad(), ch.record(m, "blocks.0.attention.k") as once:
-            m.model(torch.tensor([[3, 4, 5, 6, *made.ids[:-1]]]))
-        assert worst(keys, once["blocks.0.attention.k"]) < 1e-5

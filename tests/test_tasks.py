@@ -23,10 +23,11 @@ from tokenizers import (
 )
 
 import clearhead as ch
-from clearhead.learn.data.tagging import by_labels
+from clearhead.learn.data.conll import by_labels
 from clearhead.learn.tasks.reading import spans_of, tag
 from clearhead.learn.tasks.results import Word
 
+pytestmark = pytest.mark.ledger("A4", "E1", "E3", "E4")
 transformers.logging.set_verbosity_error()
 
 PROSE = """the river runs past a quiet town where old boats wait and children count birds over grey water
@@ -46,16 +47,8 @@ TEXTS = [
 def wordpiece() -> Tokenizer:
     """A small WordPiece tokenizer: some words are whole, others come in pieces."""
     letters = "abcdefghijklmnopqrstuvwxyz"
-    tokens = [
-        *SPECIAL,
-        *letters,
-        *(f"##{letter}" for letter in letters),
-        *".,!",
-        *WORDS[::2],
-        "##s",
-        "##ing",
-        "##ar",
-    ]
+    tokens = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *".,!", *WORDS[::2]]
+    tokens += ["##s", "##ing", "##ar"]
     tokenizer = Tokenizer(
         models.WordPiece({token: n for n, token in enumerate(dict.fromkeys(tokens))}, unk_token="[UNK]")
     )
@@ -75,17 +68,9 @@ def saved(folder: pathlib.Path, kind: str, positions: int = 128, **changes) -> p
     torch.manual_seed(3)
     tokenizer = wordpiece()
     fast = transformers.BertTokenizerFast(tokenizer_object=tokenizer, model_max_length=positions)
-    config = transformers.BertConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        max_position_embeddings=positions,
-        initializer_range=0.5,
-        pad_token_id=0,
-        **changes,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    sizes |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": positions}
+    config = transformers.BertConfig(**sizes, initializer_range=0.5, pad_token_id=0, **changes)
     model = getattr(transformers, kind)(config).eval()
     model.save_pretrained(folder)
     fast.save_pretrained(folder)
@@ -99,33 +84,26 @@ def pipeline(task: str, folder: pathlib.Path, **options):
 # Classify ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("E1")
 @pytest.mark.parametrize("problem", [None, "multi_label_classification", "regression"])
 def test_classes_are_transformers(tmp_path, problem):
-    names = {
-        "id2label": dict(enumerate(["bad", "fair", "good"])),
-        "label2id": {"bad": 0, "fair": 1, "good": 2},
-    }
+    labels = ["bad", "fair", "good"]
+    names = {"id2label": dict(enumerate(labels)), "label2id": {name: n for n, name in enumerate(labels)}}
     folder = saved(tmp_path, "BertForSequenceClassification", problem_type=problem, **names)
     m = ch.load(folder)
     theirs = pipeline("text-classification", folder, top_k=None)(TEXTS)
     for ours, wanted in zip(m.classify(TEXTS), theirs):
         assert ours.scores == pytest.approx({row["label"]: row["score"] for row in wanted}, abs=1e-5)
-        assert (ours.label, ours.probability) == (
-            wanted[0]["label"],
-            pytest.approx(wanted[0]["score"], abs=1e-5),
-        )
+        assert ours.label == wanted[0]["label"]
+        assert ours.probability == pytest.approx(wanted[0]["score"], abs=1e-5)
     assert len({one.scores["bad"] for one in m.classify(TEXTS)}) == len(TEXTS)
 
 
-@pytest.mark.ledger("E1", "A4")
 def test_pairs_and_batches(tmp_path):
     folder = saved(tmp_path, "BertForSequenceClassification", num_labels=4)
     m = ch.load(folder)
     pairs = [("Anna lives near Berlin", "two dogs"), ("rain", "rain, rain and trains"), (TEXTS[3], TEXTS[0])]
-    theirs = pipeline("text-classification", folder, top_k=None)(
-        [{"text": a, "text_pair": b} for a, b in pairs]
-    )
+    asked = [{"text": a, "text_pair": b} for a, b in pairs]
+    theirs = pipeline("text-classification", folder, top_k=None)(asked)
     together = m.classify(pairs, batch_size=2)
     for pair, ours, wanted in zip(pairs, together, theirs):
         assert ours.scores == pytest.approx({row["label"]: row["score"] for row in wanted}, abs=1e-5)
@@ -150,30 +128,16 @@ def test_a_long_text_is_cut_as_transformers_cuts_it(tmp_path):
 @pytest.fixture
 def vit(tmp_path):
     torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=28,
-        patch_size=7,
-        num_labels=3,
-        initializer_range=0.5,
-    )
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"image_size": 28, "patch_size": 7, "num_labels": 3}
+    config = transformers.ViTConfig(**sizes, initializer_range=0.5)
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path / "vit")
-    settings = {
-        "do_normalize": True,
-        "image_mean": [0.5, 0.4, 0.3],
-        "image_std": [0.2, 0.3, 0.5],
-        "size": {"height": 28, "width": 28},
-    }
-    (tmp_path / "vit" / "preprocessor_config.json").write_text(
-        json.dumps({"image_processor_type": "ViTImageProcessor", **settings})
-    )
+    settings = {"image_processor_type": "ViTImageProcessor", "size": {"height": 28, "width": 28}}
+    settings |= {"do_normalize": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.5]}
+    (tmp_path / "vit" / "preprocessor_config.json").write_text(json.dumps(settings))
     return tmp_path / "vit"
 
 
-@pytest.mark.ledger("E4")
 def test_images_are_transformers(vit, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (4, 28, 28, 3), dtype=np.uint8)
     theirs = transformers.pipeline("image-classification", model=str(vit))
@@ -182,22 +146,18 @@ def test_images_are_transformers(vit, tmp_path):
     for image, made in zip(pixels, ours):
         wanted = {row["label"]: row["score"] for row in theirs(Image.fromarray(image))}
         assert made.scores == pytest.approx(wanted, abs=1e-5)
-        assert m.classify(image).scores == pytest.approx(made.scores, abs=1e-5)
-        assert m.classify(torch.from_numpy(image).permute(2, 0, 1)).scores == pytest.approx(
-            made.scores, abs=1e-5
-        )
+        for one in (image, torch.from_numpy(image).permute(2, 0, 1)):
+            assert m.classify(one).scores == pytest.approx(made.scores, abs=1e-5)
     assert len({one.probability for one in ours}) == 4
-    smooth = np.clip(
-        np.add.outer(np.arange(40) * 3, np.arange(50) * 2)[..., None] + [0, 20, 40], 0, 255
-    ).astype(np.uint8)
+    slope = np.add.outer(np.arange(40) * 3, np.arange(50) * 2)[..., None] + [0, 20, 40]
+    smooth = np.clip(slope, 0, 255).astype(np.uint8)
     Image.fromarray(smooth).save(tmp_path / "image.png")
     wanted = {row["label"]: row["score"] for row in theirs(Image.fromarray(smooth))}
     # The picture is resized: equal to one level of 256.
     assert m.classify(str(tmp_path / "image.png")).scores == pytest.approx(wanted, abs=0.02)
     m.save(tmp_path / "again")
-    assert ch.load(tmp_path / "again").classify(smooth).scores == pytest.approx(
-        m.classify(smooth).scores, abs=1e-5
-    )
+    again = ch.load(tmp_path / "again").classify(smooth).scores
+    assert again == pytest.approx(m.classify(smooth).scores, abs=1e-5)
 
 
 def test_images_that_do_not_fit(vit, tmp_path):
@@ -222,15 +182,10 @@ def test_images_that_do_not_fit(vit, tmp_path):
 
 @pytest.fixture
 def tagger(tmp_path):
-    return saved(
-        tmp_path,
-        "BertForTokenClassification",
-        id2label=dict(enumerate(LABELS)),
-        label2id={n: i for i, n in enumerate(LABELS)},
-    )
+    numbers = {name: number for number, name in enumerate(LABELS)}
+    return saved(tmp_path, "BertForTokenClassification", id2label=dict(enumerate(LABELS)), label2id=numbers)
 
 
-@pytest.mark.ledger("E1")
 def test_spans_are_transformers(tagger):
     theirs = pipeline("token-classification", tagger, aggregation_strategy="first")
     m = ch.load(tagger)
@@ -238,33 +193,30 @@ def test_spans_are_transformers(tagger):
     for text in TEXTS:
         made = m.tag(text)
         wanted = theirs(text)
-        assert [(span.label, span.start, span.end) for span in made.spans] == [
-            (row["entity_group"], row["start"], row["end"]) for row in wanted
-        ]
-        assert [span.score for span in made.spans] == pytest.approx(
-            [float(row["score"]) for row in wanted], abs=1e-5
-        )
+        spans = [(row["entity_group"], row["start"], row["end"]) for row in wanted]
+        assert [(span.label, span.start, span.end) for span in made.spans] == spans
+        scores = [float(row["score"]) for row in wanted]
+        assert [span.score for span in made.spans] == pytest.approx(scores, abs=1e-5)
         assert all(span.text == text[span.start : span.end] for span in made.spans)
         assert all(word.text == text[word.start : word.end] for word in made.words)
         count += len(made.spans)
     assert count >= 5
 
 
-@pytest.mark.ledger("E1", "A4")
 def test_words_and_batches(tagger):
     m = ch.load(tagger)
     words = ["Peter", "writes", "unfamiliar", "letters"]
-    assert [(word.text, word.label) for word in m.tag(words).words] == [
-        (word.text, word.label) for word in m.tag(" ".join(words)).words
-    ]
+    split, joined = (
+        [(word.text, word.label) for word in m.tag(given).words] for given in (words, " ".join(words))
+    )
+    assert split == joined
     assert [(word.start, word.end) for word in m.tag(words).words] == [(0, 5), (6, 12), (13, 23), (24, 31)]
     assert [word.label for word in m.tag(["Peter", "\u200b\x00", "writes"]).words][1] == "O"
     for together, text in zip(tag(m, TEXTS, batch_size=3), TEXTS):
         alone = m.tag(text)
         assert [word.label for word in together.words] == [word.label for word in alone.words]
-        assert [word.score for word in together.words] == pytest.approx(
-            [word.score for word in alone.words], abs=1e-5
-        )
+        scores = [word.score for word in alone.words]
+        assert [word.score for word in together.words] == pytest.approx(scores, abs=1e-5)
     assert m.tag([["rain"], ["old", "boats"]])[1].words[0].text == "old"
 
 
@@ -294,18 +246,13 @@ def test_spans_from_tags():
     text = "a b c d e f"
     tags = ["B-X", "I-X", "B-X", "O", "I-Y", "I-X"]
     words = [Word(text[2 * i], tag, 2 * i, 2 * i + 1, 0.5) for i, tag in enumerate(tags)]
-    assert [(span.label, span.text) for span in spans_of(words, text, by_labels(tags))] == [
-        ("X", "a b"),
-        ("X", "c"),
-        ("Y", "e"),
-        ("X", "f"),
-    ]
+    spans = [(span.label, span.text) for span in spans_of(words, text, by_labels(tags))]
+    assert spans == [("X", "a b"), ("X", "c"), ("Y", "e"), ("X", "f")]
 
 
 # Fill -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("E1", "A4")
 def test_masks_are_filled_as_transformers_fills_them(tmp_path):
     folder = saved(tmp_path, "BertForMaskedLM")
     theirs, m = pipeline("fill-mask", folder), ch.load(folder)
@@ -319,9 +266,8 @@ def test_masks_are_filled_as_transformers_fills_them(tmp_path):
         wanted, made = theirs(text, top_k=7), m.fill(text, k=7)
         assert [one.id for one in made] == [row["token"] for row in wanted] == [one.id for one in together]
         assert [one.probability for one in made] == pytest.approx([row["score"] for row in wanted], abs=1e-5)
-        assert [one.probability for one in together] == pytest.approx(
-            [one.probability for one in made], abs=1e-5
-        )
+        probabilities = [one.probability for one in made]
+        assert [one.probability for one in together] == pytest.approx(probabilities, abs=1e-5)
         plain = [(one, row) for one, row in zip(made, wanted) if one.token.isalpha()]
         assert all(one.text == row["sequence"] for one, row in plain)
         assert plain
@@ -363,38 +309,26 @@ def reference_answer(
     """The best span by trying every one, from transformers' model and its tokenizer's own windows."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForQuestionAnswering.from_pretrained(folder).eval()
-    batch = tokenizer(
-        question,
-        context,
-        truncation="only_second",
-        max_length=window,
-        stride=stride,
-        return_overflowing_tokens=True,
-        return_offsets_mapping=True,
-    )
+    cut = {"truncation": "only_second", "max_length": window, "stride": stride}
+    returned = {"return_overflowing_tokens": True, "return_offsets_mapping": True}
+    batch = tokenizer(question, context, **cut, **returned)
     best, nothing = (0, 0, -1.0), 1.0
     for number, ids in enumerate(batch["input_ids"]):
         with torch.no_grad():
             out = model(torch.tensor([ids]), token_type_ids=torch.tensor([batch["token_type_ids"][number]]))
         inside = [part == 1 for part in batch.sequence_ids(number)]
         seen = [0] + [i for i, yes in enumerate(inside) if yes]
-        start, end = (
-            dict(zip(seen, scores[0, seen].softmax(-1).tolist()))
-            for scores in (out.start_logits, out.end_logits)
-        )
+        sides = (out.start_logits, out.end_logits)
+        start, end = (dict(zip(seen, scores[0, seen].softmax(-1).tolist())) for scores in sides)
         nothing = min(nothing, start[0] * end[0])
         for i in seen[1:]:
             for j in seen[1:]:
                 if i <= j < i + most and start[i] * end[j] > best[2]:
-                    best = (
-                        batch["offset_mapping"][number][i][0],
-                        batch["offset_mapping"][number][j][1],
-                        start[i] * end[j],
-                    )
+                    spans = batch["offset_mapping"][number]
+                    best = (spans[i][0], spans[j][1], start[i] * end[j])
     return *best, nothing
 
 
-@pytest.mark.ledger("E1", "A4")
 def test_answers_by_trying_every_span(tmp_path):
     folder = saved(tmp_path, "BertForQuestionAnswering", positions=48)
     m = ch.load(folder)
@@ -437,21 +371,18 @@ def two_stacks():
     )
 
 
-@pytest.mark.ledger("E3")
 def test_translate_is_generate_with_beams(two_stacks):
     m = two_stacks
     made = m.translate(TEXTS[:2], max_new_tokens=8)
-    assert [one.ids for one in made] == [
-        m.generate(text, 8, num_beams=4, length_penalty=1.0).ids for text in TEXTS[:2]
-    ]
+    alone = [m.generate(text, 8, num_beams=4, length_penalty=1.0).ids for text in TEXTS[:2]]
+    assert [one.ids for one in made] == alone
     m.generation = {"num_beams": 1, "max_length": 6}
     assert m.translate("rain").ids == m.generate("rain", 5).ids
     assert m.translate("rain", max_new_tokens=3).ids == m.generate("rain", 3).ids
     m.generation = {"num_beams": 3, "length_penalty": 0.2, "max_new_tokens": 7}
     assert m.translate("rain").ids == m.generate("rain", 7, num_beams=3, length_penalty=0.2).ids
-    assert (
-        m.translate("rain", temperature=1.0, seed=4).ids == m.generate("rain", 7, temperature=1.0, seed=4).ids
-    )
+    drawn = {"temperature": 1.0, "seed": 4}
+    assert m.translate("rain", **drawn).ids == m.generate("rain", 7, **drawn).ids
 
 
 # Mistakes ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
-TUTORIAL = sorted((DOCS / "tutorial").glob("[1-9]*.md"))
+TUTORIAL = sorted((DOCS / "tutorial").glob("[0-9]*.md"))
 FENCE = re.compile(r"^```(\w+)[ \t]*([\w-]*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 PICTURE = re.compile(r"!\[[^\]]*\]\(images/([\w-]+\.png)\)")
 NUMBER = re.compile(r"\d[\d,]*\.?\d*(?:e[+-]?\d+)?")

@@ -1,4 +1,4 @@
-"""What the book reads off the code: fields of a config, keys of a recipe, experiments and their findings."""
+"""Generated tables of the documentation: config fields, recipe keys, experiments, commands, models."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tools.book_reference import benchmarks, commands, models
 from tools.config_pictures import PICTURES
 
 from clearhead.core.config import ModelConfig
@@ -52,14 +53,14 @@ def config_fields() -> dict[str, str]:
 @cache
 def users() -> dict[str, list[str]]:
     """Return the published systems whose config sets each field to something other than its default."""
-    import transformers
+    from tests.parity.harness import config_of
     from tests.parity.mutations import SUBJECTS
 
     from clearhead.hub.registry import ARCHITECTURES
 
     configs: dict[str, ModelConfig] = {}
     for name, subject in SUBJECTS.items():
-        theirs = getattr(transformers, subject.config)(**subject.options).to_dict()
+        theirs = config_of(subject.kind, subject.options).to_dict()
         classes = {**theirs, "architectures": [subject.model]}
         configs[name] = ARCHITECTURES[theirs["model_type"]].read(classes)
     for name, config in PRESETS.items():
@@ -122,7 +123,10 @@ def cell(text: str) -> str:
 
 
 def table(name: str) -> str:
-    """Return what stands under a name: "config PICTURE", "recipe SECTION" or "lab experiments"."""
+    """Return what stands under a name: "config PICTURE", "recipe SECTION", "commands GROUP", ..."""
     kind, _, which = name.partition(" ")
-    makers = {"config": config_table, "recipe": recipe_table, "lab": lab_sections}
+    makers = {
+        **{"config": config_table, "recipe": recipe_table, "lab": lab_sections},
+        **{"commands": commands, "models": models, "benchmarks": benchmarks},
+    }
     return "\n".join(makers[kind](which)).rstrip()

@@ -13,7 +13,7 @@ import clearhead as ch
 from clearhead.app.explorer.record import record
 from clearhead.app.explorer.session import named_roles
 
-TARGET = Path(__file__).parent.parent / "src" / "clearhead" / "explorer" / "static" / "example.json"
+TARGET = Path(__file__).parent.parent / "src" / "clearhead" / "app" / "explorer" / "static" / "example.json"
 TEXT = "Return the name of the"
 SETTINGS = [
     "model.n_layers=3",

@@ -26,6 +26,7 @@ IMAGES = Path(__file__).parent.parent / "docs" / "images"
 FIRST = "path"  # the picture of this view is the whole first screen
 SECTIONS = ("path", "attention", "head", "lens", "next", "ablate", "compare", "drawers", "flow", "cost")
 LARGEST = 250_000  # bytes of a picture
+TALLEST = 1690  # pixels of a picture: of all the drawers, the first three
 SCREEN = {"width": 1440, "height": 880}
 VIEW = {"width": 1440, "height": 1900}
 TEXT = 'Once upon a time, there was a cat named Tom. Tom liked to run. "Hello,'
@@ -113,6 +114,7 @@ def show(page: Any, section: str, other: str) -> None:
 def save(shot: bytes, path: Path) -> None:
     """Write a picture with as many colours as fit into the limit."""
     image = Image.open(io.BytesIO(shot)).convert("RGB")
+    image = image.crop((0, 0, image.width, min(image.height, TALLEST)))
     buffer = io.BytesIO()
     image.save(buffer, "PNG", optimize=True)
     for colours in (256, 128, 64, 32):

@@ -9,13 +9,8 @@ from clearhead.app.explorer.record import show as show
 from clearhead.core.cache import Cache as Cache
 from clearhead.core.config import ModelConfig as ModelConfig
 from clearhead.core.config import RopeScaling as RopeScaling
-from clearhead.core.taps import Recording as Recording
-from clearhead.core.taps import edit as edit
-from clearhead.core.taps import record as record
-from clearhead.core.taps import tap_names as tap_names
 from clearhead.core.transformer import Output as Output
 from clearhead.core.transformer import Transformer as Transformer
-from clearhead.core.transformer import attending as attending
 from clearhead.errors import CheckpointError as CheckpointError
 from clearhead.errors import ClearheadError as ClearheadError
 from clearhead.errors import ConfigError as ConfigError
@@ -74,6 +69,11 @@ from clearhead.run.kernels.fixed_cache import FixedCache as FixedCache
 from clearhead.run.quant.apply import QuantPlan as QuantPlan
 from clearhead.variants.caches import StreamCache as StreamCache
 from clearhead.variants.caches import WindowCache as WindowCache
+from clearhead.variants.contexts import Recording as Recording
+from clearhead.variants.contexts import attending as attending
+from clearhead.variants.contexts import edit as edit
+from clearhead.variants.contexts import record as record
+from clearhead.variants.contexts import tap_names as tap_names
 from clearhead.variants.costs import Cost as Cost
 from clearhead.variants.costs import cost as cost
 from clearhead.variants.presets import PRESETS as PRESETS

@@ -15,11 +15,11 @@ from clearhead.learn.batches.batch import IGNORE
 from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.tasks.chat import chat_template, turn_end
 from clearhead.learn.tasks.entries.chats import ChatEncoder
+from clearhead.learn.tasks.generation import chat_template, turn_end
 from clearhead.learn.tasks.table import TASKS
 from tests import harness
-from tests.tokens.chat_templates import TEMPLATES
+from tests.tokens.toys import TEMPLATES
 
 CHAT = TASKS["chat"]
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<tool>"]
@@ -31,9 +31,8 @@ U, A = "user", "assistant"
 def tokenizer(request) -> Tokenizer:
     """Bytes, alone or merged over spaces; the post-processor adds a bos token and trims offsets."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = (
-        [("Ġ", "o"), ("o", "n"), ("Ġo", "n"), ("t", "w"), (":", "Ġ"), ("Ċ", "Ċ")] if request.param else []
-    )
+    pairs = [("Ġ", "o"), ("o", "n"), ("Ġo", "n"), ("t", "w"), (":", "Ġ"), ("Ċ", "Ċ")]
+    merges = pairs if request.param else []
     vocabulary = {letter: number for number, letter in enumerate(alphabet)}
     vocabulary |= {a + b: len(alphabet) + number for number, (a, b) in enumerate(merges)}
     made = Tokenizer(models.BPE(vocabulary, merges))
@@ -107,11 +106,10 @@ def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
 
 def batches_of(chats, tokenizer, template, folder, length=300, **plan):
     (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
-    corpus = open_corpus(DataPlan(paths=(str(folder / "rows.jsonl"),)), CHAT.shape, split=False)
+    corpus = open_corpus(DataPlan(paths=(str(folder / "rows.jsonl"),)), CHAT.row, split=False)
     special = {"bos": tokenizer.token_to_id("<s>"), "eos": tokenizer.token_to_id("</s>")}
-    rows = CHAT.encode_corpus(
-        corpus, "validation", tokenizer, (), folder / "cache", special=special, template=template
-    )
+    more = {"special": special, "template": template}
+    rows = CHAT.encode_corpus(corpus, "validation", tokenizer, (), folder / "cache", **more)
     return CHAT.make_batches(rows, DataPlan(**plan), special=special, length=length, seed=0, training=False)
 
 
@@ -126,27 +124,20 @@ def test_marked_templates_give_the_mask_of_transformers(name, tokenizer, tmp_pat
         given, chat_template=TEMPLATES[name], return_dict=True, return_assistant_tokens_mask=True
     )
     (batch,) = batches_of([given], tokenizer, template, tmp_path).all()
-    targets = [
-        token if flag else IGNORE for token, flag in zip(wanted["input_ids"], wanted["assistant_masks"])
-    ]
+    flagged = zip(wanted["input_ids"], wanted["assistant_masks"])
+    targets = [token if flag else IGNORE for token, flag in flagged]
     assert batch.ids[0].tolist() == wanted["input_ids"][:-1]
     assert batch.targets[0].tolist() == targets[1:]
 
 
 def test_earlier_thoughts_that_a_template_drops_have_rows_of_their_own(tokenizer, tmp_path):
     template = ChatTemplate(TEMPLATES["qwen3"], NAMES)
-    batches = batches_of(
-        [talk("a", "<think>\nhm\n</think>\n\none", "b", "two")], tokenizer, template, tmp_path
-    )
-    texts = [
-        tokenizer.decode([token for token in row if token != IGNORE], skip_special_tokens=False)
-        for batch in batches.all()
-        for row in batch.targets.tolist()
-    ]
-    assert sorted(texts) == [
-        "<think>\n\n</think>\n\ntwo<|im_end|>",
-        "<think>\nhm\n</think>\n\none<|im_end|>",
-    ]
+    thoughts = talk("a", "<think>\nhm\n</think>\n\none", "b", "two")
+    batches = batches_of([thoughts], tokenizer, template, tmp_path)
+    rows = [row[row != IGNORE].tolist() for batch in batches.all() for row in batch.targets]
+    first, second = sorted(tokenizer.decode(row, skip_special_tokens=False) for row in rows)
+    assert first == "<think>\n\n</think>\n\ntwo<|im_end|>"
+    assert second == "<think>\nhm\n</think>\n\none<|im_end|>"
 
 
 def test_packed_conversations_do_not_see_each_other(tokenizer, tmp_path):
@@ -282,17 +273,8 @@ def test_a_new_tokenizer_knows_all_that_its_template_writes(template, tmp_path):
     rows = [{"messages": talk(f"was {n}?", f"es {n}", "ja?", "so"), "tools": TOOLS} for n in range(40)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     notes: list[object] = []
-    found = ch.train(
-        tmp_path / "chats.jsonl",
-        out=tmp_path / "run",
-        settings={
-            "train.steps": 1,
-            "train.threads": 1,
-            "tokens.template": template,
-            "model.max_positions": 256,
-        },
-        on_event=notes.append,
-    )
+    settings = {**SMALL, "tokens.template": template}
+    found = ch.train(tmp_path / "chats.jsonl", out=tmp_path / "run", settings=settings, on_event=notes.append)
     assert not any("unknown" in str(note) for note in notes)
     text = chat_template(found.model).render(rows[0]["messages"], False, tools=TOOLS)
     tokens = found.model.tokenizer.encode(text, add_special_tokens=False).tokens

@@ -39,12 +39,7 @@ def test_the_second_time_nothing_is_encoded(task, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_write_cache", None)  # would fail if it were called
     unread = dataclasses.replace(corpus, train=None)
     again = SPECS[task].encode_corpus(
-        unread,
-        "train",
-        Described(tokenizer_for(task)),
-        corpus.labels,
-        tmp_path,
-        special=special_of(task),
+        unread, "train", Described(tokenizer_for(task)), corpus.labels, tmp_path, special=special_of(task)
     )
     assert first.arrays.keys() == again.arrays.keys()
     assert all((first[name] == again[name]).all() for name in first.arrays)
@@ -58,14 +53,8 @@ def test_whatever_changes_the_ids_changes_the_cache(tmp_path):
     encoded_of("classify", tmp_path, corpus=dataclasses.replace(corpus, fingerprint="other"))
     encoded_of("classify", tmp_path, "validation", corpus=corpus)
     encoded_of("classify", tmp_path, kind="char", corpus=corpus)
-    turned = SPECS["classify"].encode_corpus(
-        corpus,
-        "train",
-        tokenizer_for("classify"),
-        corpus.labels[::-1],
-        tmp_path,
-        special=special,
-    )
+    turned_labels = (tokenizer_for("classify"), corpus.labels[::-1], tmp_path)
+    turned = SPECS["classify"].encode_corpus(corpus, "train", *turned_labels, special=special)
     assert len(list(tmp_path.iterdir())) == 5
     assert (turned["labels"] == 1 - encoded_of("classify", tmp_path, corpus=corpus)["labels"]).all()
 
@@ -75,9 +64,8 @@ def test_whatever_changes_the_ids_changes_the_cache(tmp_path):
 )
 def test_a_damaged_cache_is_made_anew(fault, tmp_path):
     corpus = corpus_of("seq2seq")
-    good = {
-        name: array.copy() for name, array in encoded_of("seq2seq", tmp_path, corpus=corpus).arrays.items()
-    }
+    arrays = encoded_of("seq2seq", tmp_path, corpus=corpus).arrays
+    good = {name: array.copy() for name, array in arrays.items()}
     (place,) = tmp_path.iterdir()
     target, table = place / "target", place / "meta.json"
     data = target.read_bytes()
@@ -110,10 +98,9 @@ def test_a_fault_while_encoding_leaves_nothing_behind(tmp_path):
             yield Chunk("the cat sat " * 30_000, True)
             raise InputError("the file ended early")
 
+    broken = dataclasses.replace(text_corpus(), train=Broken(), fingerprint="broken")
     with pytest.raises(InputError, match="ended early"):
-        encoded_of(
-            "lm", tmp_path, corpus=dataclasses.replace(text_corpus(), train=Broken(), fingerprint="broken")
-        )
+        encoded_of("lm", tmp_path, corpus=broken)
     assert not list(tmp_path.iterdir())
 
 
@@ -126,9 +113,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module.Path, "open", full)
-    with pytest.raises(
-        InputError, match=r"cannot write encoded data to .*: No space left on device; make room"
-    ) as error:
+    line = r"cannot write encoded data to .*: No space left on device; make room"
+    with pytest.raises(InputError, match=line) as error:
         encoded_of("lm", tmp_path / "full")
     assert "\n" not in str(error.value)
     assert not list((tmp_path / "full").iterdir())
@@ -151,13 +137,9 @@ def test_documents_are_joined_and_each_is_followed_by_the_separator(kind, tmp_pa
 
 def test_one_document_is_followed_by_nothing(tmp_path):
     tokenizer = tokenizer_for("lm")
-    for number, train in enumerate(
-        (
-            [Chunk("the cat", False), Chunk(" sat", True)],
-            [Chunk("", True), Chunk("the cat sat", True), Chunk(" ", True)],
-            [Chunk("the cat", False), Chunk(" sat", False)],
-        )
-    ):
+    texts = [[Chunk("the cat", False), Chunk(" sat", ends)] for ends in (True, False)]
+    texts.append([Chunk("", True), Chunk("the cat sat", True), Chunk(" ", True)])
+    for number, train in enumerate(texts):
         corpus = dataclasses.replace(text_corpus(), train=train, fingerprint=f"one {number}")
         encoded = encoded_of("lm", tmp_path, corpus=corpus)
         assert encoded["ids"].tolist() == tokenizer.encode("the cat sat").ids
@@ -170,10 +152,8 @@ def test_a_long_document_is_cut_where_the_tokenizer_cuts_too(kind, tmp_path):
     assert len(text) > 6 * CHUNK
     train = [Chunk(text[:50_000], False), Chunk(text[50_000:50_001], False), Chunk(text[50_001:], True)]
     corpus = dataclasses.replace(text_corpus(), train=train, fingerprint="long")
-    assert (
-        encoded_of("lm", tmp_path, kind=kind, corpus=corpus)["ids"].tolist()
-        == tokenizer_for("lm", kind).encode(text).ids
-    )
+    ids = encoded_of("lm", tmp_path, kind=kind, corpus=corpus)["ids"].tolist()
+    assert ids == tokenizer_for("lm", kind).encode(text).ids
 
 
 @pytest.mark.parametrize(
@@ -183,18 +163,16 @@ def test_chunks_are_short_and_make_up_the_text(text):
     made = list(chunks_of([Chunk(text[:33_333], False), Chunk(text[33_333:], True), Chunk("next", True)]))
     assert "".join(piece.text for piece in made) == text + "next"
     assert max(len(chunk.text) for chunk in made) <= CHUNK
-    assert [piece.ends for piece in made].count(True) == 2 and made[-1] == ("next", True)
+    assert [piece.ends for piece in made].count(True) == 2 and made[-1] == Chunk("next", True)
     assert len(made) < 4 + 2 * len(text) / CHUNK
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path):
-    tokenizer = Tokenizer(
-        models.WordLevel({f"w{number}": number for number in range(70_000)}, unk_token="w0")
-    )
+    vocabulary = {f"w{number}": number for number in range(70_000)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     corpus = corpus_of("seq2seq", 4)
-    rare = dataclasses.replace(
-        corpus, train=[dataclasses.replace(row, target="w69999") for row in corpus.train]
-    )
+    rows = [dataclasses.replace(row, target="w69999") for row in corpus.train]
+    rare = dataclasses.replace(corpus, train=rows)
     encoded = SPECS["seq2seq"].encode_corpus(rare, "train", tokenizer, (), tmp_path, special={})
     assert encoded["target"].dtype == np.uint32 and set(encoded["target"].tolist()) == {69_999}
 

@@ -33,6 +33,7 @@ from tests.batches.toys import (
     tokenizer_for,
 )
 
+pytestmark = pytest.mark.ledger("H1", "H6")
 TASKS = ("lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer", "image")
 
 
@@ -67,7 +68,6 @@ def test_validation_is_the_same_each_time_and_leaves_nothing_out(task, tmp_path)
 # The next token ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("H1")
 def test_validation_asks_for_every_token_but_the_first_once(tmp_path):
     batches = batches_of("lm", tmp_path, training=False, batch_size=3, length=32)
     stream = encoded_of("lm", tmp_path, "validation")["ids"]
@@ -82,7 +82,6 @@ def test_validation_asks_for_every_token_but_the_first_once(tmp_path):
     assert last.mask is not None and not last.mask.all()
 
 
-@pytest.mark.ledger("H6")
 @pytest.mark.parametrize("rows", [1, 4, 7])
 def test_an_epoch_covers_the_text_with_windows_side_by_side(rows, tmp_path):
     length = 16
@@ -131,7 +130,6 @@ def test_batch_tokens_set_the_rows(tmp_path):
 # Packed documents -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("H6")
 def test_packed_documents_come_out_as_they_would_alone(tmp_path, differences):
     length, special = 48, special_of("lm")
     corpus = text_corpus(30, 1, 25)
@@ -183,7 +181,6 @@ def test_packing_puts_everything_somewhere_and_overfills_nothing():
 # Hidden tokens and spans ------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("H1")
 def test_masking_hits_its_shares(tmp_path):
     special = special_of("mlm")
     batches = batches_of("mlm", tmp_path, batch_size=16, length=64, corpus=text_corpus(200, seed=3))
@@ -201,10 +198,8 @@ def test_masking_hits_its_shares(tmp_path):
             replaced = asked & (ids != special["mask"]) & (ids != original)
             assert not torch.isin(ids[replaced], torch.tensor(list(special.values()))).any()
             chances, chosen = chances + int(ordinary.sum()), chosen + int(asked.sum())
-            masked, kept = (
-                masked + int((ids[asked] == special["mask"]).sum()),
-                kept + int((ids == original)[asked].sum()),
-            )
+            masked += int((ids[asked] == special["mask"]).sum())
+            kept += int((ids == original)[asked].sum())
 
     def within(count: int, of: int, share: float) -> bool:
         return abs(count - of * share) < 4 * math.sqrt(of * share * (1 - share))
@@ -228,7 +223,6 @@ def test_each_row_has_a_target_and_special_tokens_are_never_hidden():
     assert (seen[~asked] == ids[~asked]).all()
 
 
-@pytest.mark.ledger("H1")
 @pytest.mark.parametrize("length", [1, 2, 3, 10, 37, 200])
 @pytest.mark.parametrize(("share", "span"), [(0.15, 3.0), (0.5, 1.0), (0.9, 5.0)])
 def test_source_and_target_give_the_text_back(length, share, span):
@@ -261,7 +255,6 @@ def test_spans_are_spread_evenly():
     assert hidden.min() > 0.25 * hidden.max()  # the ends too, though they have neighbours on one side only
 
 
-@pytest.mark.ledger("H1")
 @pytest.mark.parametrize("training", [True, False])
 def test_denoise_batches(training, tmp_path):
     special, length = special_of("denoise"), 48
@@ -281,17 +274,11 @@ def test_denoise_batches(training, tmp_path):
             real = len(target)
             assert target[-1] == special["eos"]
             assert batch.ids[row, :real].tolist() == [special["bos"], *target[:-1]]
-            mask = (
-                batch.source_mask[row]
-                if batch.source_mask is not None
-                else torch.ones(batch.source.shape[1], dtype=torch.bool)
-            )
+            every = torch.ones(batch.source.shape, dtype=torch.bool)
+            mask = every[row] if batch.source_mask is None else batch.source_mask[row]
             source = batch.source[row][mask].tolist()
             assert source[-1] == special["eos"]
-            back = joined(
-                [code.get(token, token) for token in source[:-1]],
-                [code.get(token, token) for token in target[:-1]],
-            )
+            back = joined(*([code.get(token, token) for token in side[:-1]] for side in (source, target)))
             assert back == stream[start : start + len(back)].tolist()
             text += back
     if not training:
@@ -301,7 +288,6 @@ def test_denoise_batches(training, tmp_path):
 # Pictures ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("H1")
 def test_pictures_are_normalised_by_the_training_set(tmp_path):
     corpus = image_corpus()
     batches = batches_of("image", tmp_path, batch_size=10)
@@ -333,9 +319,8 @@ def test_augmentations_move_pixels_and_invent_none():
         dy, dx = divmod(int(after[0, y, x] - before[0, 0, 0]), 16)
         dy, dx = dy - y, dx - x
         wanted = np.zeros_like(before)
-        wanted[:, max(0, -dy) : 16 - max(0, dy), max(0, -dx) : 16 - max(0, dx)] = before[
-            :, max(0, dy) : 16 - max(0, -dy), max(0, dx) : 16 - max(0, -dx)
-        ]
+        there = before[:, max(0, dy) : 16 - max(0, -dy), max(0, dx) : 16 - max(0, -dx)]
+        wanted[:, max(0, -dy) : 16 - max(0, dy), max(0, -dx) : 16 - max(0, dx)] = there
         assert (after == wanted).all() and abs(dy) <= 2 and abs(dx) <= 2
         seen.add((dy, dx))
     assert len(seen) > 10
@@ -369,17 +354,14 @@ def test_the_loss_of_mixed_pictures_is_that_of_both_labels_by_their_shares(tmp_p
     smooth[:, : batch.targets.shape[1]] += 0.9 * batch.targets
     wanted = -(smooth * logits.double().log_softmax(-1)).sum()
     loss, count = batch_loss(model, batch, 0.1)
-    assert (
-        count == 10
-        and abs(float((loss - wanted).detach())) < 1e-4
-        and (batch.targets.max(1).values < 1).any()
-    )
+    assert count == 10
+    assert abs(float((loss - wanted).detach())) < 1e-4
+    assert (batch.targets.max(1).values < 1).any()
 
 
 # What the model sees ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("H6")
 @pytest.mark.parametrize("task", ["lm", "mlm", "denoise", "seq2seq", "classify", "tag", "answer"])
 def test_more_padding_changes_no_loss(task, tmp_path, differences):
     batches = batches_of(task, tmp_path, training=False, batch_size=8, length=40)

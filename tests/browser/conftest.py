@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -57,21 +58,25 @@ class Watched:
         self.wait("id => !document.querySelector(`#${id} [aria-busy]`)", section)
         return found
 
+    @contextlib.contextmanager
+    def another_run(self) -> Iterator[None]:
+        """Wait until what is done in the block has led to another run."""
+        before = self.page.evaluate("clearhead.store.get('run').run")
+        yield
+        self.wait("before => clearhead.store.get('run').run !== before", before)
+
     def read(self, text: str, target: str | None = None) -> None:
         """Type a text and let the model read it."""
-        page = self.page
-        before = page.evaluate("clearhead.store.get('run').run")
-        page.fill("#input-text", text)
-        if target is not None:
-            page.fill("#input-target", target)
-        page.click("#input-run")
-        self.wait("before => clearhead.store.get('run').run !== before", before)
+        with self.another_run():
+            self.page.fill("#input-text", text)
+            if target is not None:
+                self.page.fill("#input-target", target)
+            self.page.click("#input-run")
 
     def see(self, name: str, data: bytes) -> None:
         """Choose an image file and let the model see it."""
-        before = self.page.evaluate("clearhead.store.get('run').run")
-        self.page.set_input_files("#input-image", {"name": name, "mimeType": "image/png", "buffer": data})
-        self.wait("before => clearhead.store.get('run').run !== before", before)
+        with self.another_run():
+            self.page.set_input_files("#input-image", {"name": name, "mimeType": "image/png", "buffer": data})
 
     def values(self, selector: str, attribute: str = "data-value") -> list[float]:
         """Numbers that the page holds in an attribute."""
@@ -83,6 +88,28 @@ class Watched:
     def texts(self, selector: str) -> list[str]:
         """What stands in some elements."""
         return self.page.eval_on_selector_all(selector, "nodes => nodes.map((node) => node.textContent)")
+
+    def data(self, selector: str, name: str) -> list[str]:
+        """What some elements have under a name of their dataset."""
+        return self.page.eval_on_selector_all(
+            selector, "(all, name) => all.map((one) => one.dataset[name])", name
+        )
+
+    def near(self, selector: str, value: float, within: float = 1e-5) -> None:
+        """Wait until an element holds a number."""
+        self.wait(
+            """([selector, value, within]) => {
+              const node = document.querySelector(selector);
+              return Boolean(node) && Math.abs(Number(node.dataset.value) - value) < within;
+            }""",
+            [selector, value, within],
+        )
+
+    def sample_by(self, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+        """Move the sliders of the next token."""
+        given = {"temperature": temperature, "top-k": top_k, "top-p": top_p, "min-p": min_p}
+        for name, value in given.items():
+            self.page.fill(f"#next-{name}", str(value))
 
     def busy(self) -> list[str]:
         """The parts of the page that say they are at work."""
@@ -126,6 +153,38 @@ def watched(chromium) -> Iterator[Any]:
             return Watched(context)
 
         yield make
+
+
+@pytest.fixture
+def offline(watched) -> Callable[[pathlib.Path], tuple[Watched, list[str]]]:
+    """`offline(path)`: the page of a file that can reach nothing but files, and a list of what it tried."""
+
+    def make(path: pathlib.Path | None = None, **options: Any) -> tuple[Watched, list[str]]:
+        seen, tried = watched(offline=True, **options), []
+
+        def decide(route: Any) -> None:
+            if route.request.url.startswith(("file:", "data:", "blob:")):
+                return route.continue_()
+            tried.append(route.request.url)
+            return route.abort()
+
+        seen.page.route("**/*", decide)
+        return (seen if path is None else seen.open(path.as_uri())), tried
+
+    return make
+
+
+@pytest.fixture
+def saved(offline) -> Callable[[Watched, pathlib.Path], tuple[Watched, list[str]]]:
+    """`saved(page, path)`: the page of a file that this page saved, and what it tried to reach."""
+
+    def make(seen: Watched, path: pathlib.Path) -> tuple[Watched, list[str]]:
+        with seen.page.expect_download() as waiting:
+            seen.page.click("#export")
+        waiting.value.save_as(path)
+        return offline(path)
+
+    return make
 
 
 @pytest.fixture(scope="session")

@@ -10,22 +10,20 @@ from clearhead.inside.ablation import effect, effect_of_each
 from clearhead.inside.attention import attention
 from clearhead.inside.lens import contributions, followed
 from clearhead.inside.patch import patch
-from tests.browser.test_export import offline
 from tests.browser.test_numbers import INPUTS
 from tests.explorer.toys import toy
 
+pytestmark = pytest.mark.ledger("F2", "K3")
 ONE, TWO = "they speak of the king", "they speak of the men"
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 @pytest.mark.slow
-def test_a_file_has_the_inside_of_the_heads_it_opens_on(watched, family, tmp_path):
+def test_a_file_has_the_inside_of_the_heads_it_opens_on(offline, family, tmp_path):
     """Every head where the page begins; elsewhere the file says what it has, and offers nothing else."""
     given, *target = INPUTS[family]
-    seen, tried = offline(watched)
     made = record(toy(family), family, given, *target)
-    seen.open(export(made, tmp_path / "page.html").as_uri())
+    seen, tried = offline(export(made, tmp_path / "page.html"))
     seen.look("head", "[data-source]")
     assert seen.texts("#head .problem") == [""] and seen.texts("#head-recorded") == [""]
     for entry in made["views"]["model"]["attentions"]:
@@ -38,9 +36,8 @@ def test_a_file_has_the_inside_of_the_heads_it_opens_on(watched, family, tmp_pat
         seen.page.locator("#head-recorded", has_text="only").wait_for()
         seen.look("path", "[data-go]").first.click()
         seen.page.locator("#path [data-edge]").first.wait_for()
-        for edge in seen.page.eval_on_selector_all(
-            "#path-table tr", "rows => rows.map((row) => [row.dataset.edge, row.textContent])"
-        )[1:]:
+        rows = "rows => rows.map((row) => [row.dataset.edge, row.textContent])"
+        for edge in seen.page.eval_on_selector_all("#path-table tr", rows)[1:]:
             part, reader, source = edge[0].split("/")
             paths = (("Step through", f"stops/{part}/{reader}"), ("Why?", f"looks/{part}/{reader}/{source}"))
             for word, path in paths:
@@ -48,9 +45,8 @@ def test_a_file_has_the_inside_of_the_heads_it_opens_on(watched, family, tmp_pat
     assert (seen.wrong, tried) == ([], [])
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
-def test_a_file_opens_on_the_selection_it_was_saved_with(watched, served, tmp_path):
+def test_a_file_opens_on_the_selection_it_was_saved_with(watched, served, saved, tmp_path):
     """Another token, another head, one answer against another: all of it is in the file."""
     seen = watched().open(served("decoder").url)
     seen.read(INPUTS["decoder"][0])
@@ -62,36 +58,26 @@ def test_a_file_opens_on_the_selection_it_was_saved_with(watched, served, tmp_pa
     seen.wait("() => ['position=2', 'foil=', 'head=1.2'].every((one) => location.hash.includes(one))")
     seen.wait("() => document.querySelector('#path-sum').textContent.includes('less that of')")
     logit = seen.values("#path-logit")
-    with seen.page.expect_download() as waiting:
-        seen.page.click("#export")
-    waiting.value.save_as(tmp_path / "page.html")
-    saved, tried = offline(watched)
-    saved.open((tmp_path / "page.html").as_uri())
-    saved.look("path", "[data-edge]")
-    assert saved.values("#path-logit") == pytest.approx(logit, abs=1e-6)
-    saved.look("head", "[data-source]")
-    assert (
-        saved.texts("#head-which")[0].startswith("Head 1.2, read at")
-        and "(2)" in saved.texts("#head-which")[0]
-    )
-    assert saved.texts("#head-recorded") == [""]
-    assert (saved.wrong, tried) == ([], [])
+    file, tried = saved(seen, tmp_path / "page.html")
+    file.look("path", "[data-edge]")
+    assert file.values("#path-logit") == pytest.approx(logit, abs=1e-6)
+    file.look("head", "[data-source]")
+    which = file.texts("#head-which")[0]
+    assert which.startswith("Head 1.2, read at") and "(2)" in which
+    assert file.texts("#head-recorded") == [""]
+    assert (file.wrong, tried) == ([], [])
 
 
 def coloured(seen, colour):
     """The number of each head in the atlas, by its name, once all of them are there."""
     seen.page.select_option("#attention-colour", colour)
     seen.wait("() => document.querySelectorAll('#attention-grid .head:not([data-value])').length === 0")
-    return dict(
-        seen.page.eval_on_selector_all(
-            "#attention-grid .head", "all => all.map((one) => [one.dataset.head, Number(one.dataset.value)])"
-        )
-    )
+    values = "all => all.map((one) => [one.dataset.head, Number(one.dataset.value)])"
+    return dict(seen.page.eval_on_selector_all("#attention-grid .head", values))
 
 
-@pytest.mark.ledger("K3")
 @pytest.mark.slow
-def test_the_atlas_is_what_inside_says_live_and_in_a_file(watched, served, tmp_path):
+def test_the_atlas_is_what_inside_says_live_and_in_a_file(watched, served, saved, tmp_path):
     """Each colour, the order, two heads and their difference; single parts off work without a model too."""
     m = toy("decoder")
     seen = watched().open(served("decoder").url)
@@ -100,20 +86,15 @@ def test_the_atlas_is_what_inside_says_live_and_in_a_file(watched, served, tmp_p
     effects = effect_of_each(m, ONE)
     heads = [name for name in effects.kl if ":" not in name]
     terms = {term.name: term.value for term in contributions(m, ONE).terms if term.head is not None}
-    patterns = {
-        str(one.head): one for each in attention(m, ONE, budget=None).of("self") for one in each.heads()
-    }
+    layers = attention(m, ONE, budget=None).of("self")
+    patterns = {str(one.head): one for layer in layers for one in layer.heads()}
     assert coloured(seen, "off") == pytest.approx({name: effects.kl[name] for name in heads}, abs=1e-5)
     assert coloured(seen, "direct") == pytest.approx(terms, abs=1e-5)
-    assert coloured(seen, "entropy") == pytest.approx(
-        {name: float(one.entropy) for name, one in patterns.items()}, abs=1e-5
-    )
+    entropies = {name: float(one.entropy) for name, one in patterns.items()}
+    assert coloured(seen, "entropy") == pytest.approx(entropies, abs=1e-5)
     coloured(seen, "off")
     seen.page.select_option("#attention-order", "most")
-    ranked = seen.page.eval_on_selector_all(
-        "#attention-grid .head", "all => all.map((one) => one.dataset.head)"
-    )
-    assert ranked == sorted(heads, key=lambda name: -effects.kl[name])
+    assert seen.data("#attention-grid .head", "head") == sorted(heads, key=lambda name: -effects.kl[name])
     seen.page.select_option("#attention-order", "layer")
     seen.page.click('#attention-grid [data-head="0.1"]')
     seen.page.click('#attention-grid [data-head="1.2"]', modifiers=["Shift"])
@@ -122,28 +103,20 @@ def test_the_atlas_is_what_inside_says_live_and_in_a_file(watched, served, tmp_p
     assert seen.values("#beside-most") == pytest.approx([less.flat[np.abs(less).argmax()]], abs=1e-5)
     assert seen.page.locator("#attention-large canvas.heat").count() == 3
     seen.wait("() => ['colour=off', 'beside=1.2'].every((one) => location.hash.includes(one))")
-    with seen.page.expect_download() as waiting:
-        seen.page.click("#export")
-    waiting.value.save_as(tmp_path / "page.html")
-    saved, tried = offline(watched)
-    saved.open((tmp_path / "page.html").as_uri())
-    saved.page.locator('#attention-head[data-beside="1.2"]').wait_for()
-    assert coloured(saved, "off") == pytest.approx({name: effects.kl[name] for name in heads}, abs=1e-5)
-    saved.look("ablate", "[data-heads][data-value]")
+    file, tried = saved(seen, tmp_path / "page.html")
+    file.page.locator('#attention-head[data-beside="1.2"]').wait_for()
+    assert coloured(file, "off") == pytest.approx({name: effects.kl[name] for name in heads}, abs=1e-5)
+    file.look("ablate", "[data-heads][data-value]")
     for selector, off in (("heads='1.2'", {"heads": "1.2"}), ("feedforwards='0'", {"feedforwards": "0"})):
-        saved.page.click(f"#ablate-grid [data-{selector}]")
+        file.page.click(f"#ablate-grid [data-{selector}]")
         alone = effect(m, ONE, **off)
-        saved.wait(
-            "kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-5",
-            alone.kl,
-        )
-        ids = [int(one) for one in saved.values("#ablate-table tbody tr", "data-id")]
-        assert saved.values("#ablate-table td[data-after]", "data-after") == pytest.approx(
-            alone.after.softmax(-1)[ids].tolist(), abs=1e-5
-        )
-        assert saved.page.locator('#ablate-grid [aria-pressed="true"]').count() == 1
-    assert not saved.page.is_visible("#ablate-how")
-    assert [*seen.wrong, *saved.wrong, *tried] == []
+        file.near("#ablate-kl", alone.kl)
+        ids = [int(one) for one in file.values("#ablate-table tbody tr", "data-id")]
+        after = alone.after.softmax(-1)[ids].tolist()
+        assert file.values("#ablate-table td[data-after]", "data-after") == pytest.approx(after, abs=1e-5)
+        assert file.page.locator('#ablate-grid [aria-pressed="true"]').count() == 1
+    assert not file.page.is_visible("#ablate-how")
+    assert [*seen.wrong, *file.wrong, *tried] == []
 
 
 def mapped(seen, selector):
@@ -152,9 +125,8 @@ def mapped(seen, selector):
     return json.loads(seen.page.locator(f"{selector} canvas.heat").first.get_attribute("data-values"))
 
 
-@pytest.mark.ledger("K3")
 @pytest.mark.slow
-def test_the_bench_lays_two_texts_side_by_side(watched, served, tmp_path):
+def test_the_bench_lays_two_texts_side_by_side(watched, served, saved, tmp_path):
     """Differences of lens and heads, and patches, equal `inside`; the address and a file bring it back."""
     m = toy("decoder")
     seen = watched().open(served("decoder").url)
@@ -166,9 +138,8 @@ def test_the_bench_lays_two_texts_side_by_side(watched, served, tmp_path):
     token = int(effect_of_each(m, ONE).effects["0.0"].before.argmax())
     found = patch(m, ONE, TWO, parts=("heads", "residual"))
     sides = [{term.name: term.value for term in contributions(m, one, token).terms} for one in (ONE, TWO)]
-    heads = [
-        sides[0][f"{layer}.{head}"] - sides[1][f"{layer}.{head}"] for layer in (0, 1) for head in range(3)
-    ]
+    names = [f"{layer}.{head}" for layer in (0, 1) for head in range(3)]
+    heads = [sides[0][name] - sides[1][name] for name in names]
     lensed = (followed(m, ONE, token) - followed(m, TWO, token)).flatten().tolist()
 
     def same(page):
@@ -198,12 +169,8 @@ def test_the_bench_lays_two_texts_side_by_side(watched, served, tmp_path):
     again.page.locator("#compare-shown [data-at]").nth(2).click()
     again.page.locator("#compare-shown [data-at='2'][aria-pressed=true]").wait_for()
     assert again.values("#compare-shown [data-at][aria-pressed=true]", "data-at") == [2]
-    with seen.page.expect_download() as waiting:
-        seen.page.click("#export")
-    waiting.value.save_as(tmp_path / "page.html")
-    saved, tried = offline(watched)
-    saved.open((tmp_path / "page.html").as_uri())
-    saved.page.locator("#compare-kl").wait_for()
-    same(saved)
-    assert not saved.page.is_visible("#compare-run")
-    assert [*seen.wrong, *again.wrong, *saved.wrong, *tried] == []
+    file, tried = saved(seen, tmp_path / "page.html")
+    file.page.locator("#compare-kl").wait_for()
+    same(file)
+    assert not file.page.is_visible("#compare-run")
+    assert [*seen.wrong, *again.wrong, *file.wrong, *tried] == []

@@ -12,15 +12,15 @@ from clearhead.app.explorer.findings import findings, shapes
 from clearhead.app.explorer.record import export, record
 from clearhead.app.explorer.session import Opened
 from clearhead.inside.ablation import effect
-from clearhead.inside.attribution import paths
+from clearhead.inside.attribution import occlusion, paths
 from clearhead.inside.geometry import similarity
 from clearhead.inside.inputs import prepare
 from clearhead.inside.patch import patch
-from tests.browser.test_export import offline
-from tests.browser.test_kinds import NEAR, saved
-from tests.browser.test_numbers import INPUTS, column_of
+from tests.browser.test_export import walk
+from tests.browser.test_numbers import FAMILIES, INPUTS, column_of
 from tests.explorer.toys import picture, serving, toy
 
+pytestmark = pytest.mark.ledger("F2", "K3", "L11")
 KINDS = ("decoder", "encoder", "vectors", "classifier", "tagger", "encoder-decoder", "vit")
 PAIR = ("they speak of the king", "the men shall not")
 BARE = """() => {
@@ -33,7 +33,7 @@ BARE = """() => {
 
 def views_of(seen):
     """Open every view that is offered: none of them is empty or says that it cannot."""
-    names = seen.page.eval_on_selector_all("nav a:not([hidden])", "all => all.map((one) => one.dataset.view)")
+    names = seen.data("nav a:not([hidden])", "view")
     for name in names:
         seen.page.evaluate("name => clearhead.open(name)", name)
         seen.wait("() => !document.querySelector('#views section:not([hidden]) [aria-busy]')")
@@ -42,10 +42,10 @@ def views_of(seen):
     return names
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", KINDS)
 @pytest.mark.slow
-def test_every_kind_live_and_in_a_file(watched, served, family, tmp_path):
+def test_every_kind_live_and_in_a_file(watched, served, saved, family, tmp_path):
+    """A file shows what the live page shows: values, pixels of a head, texts; and asks for nothing."""
     m = toy(family)
     seen = watched().open(served(family).url)
     if family == "vectors":
@@ -54,10 +54,22 @@ def test_every_kind_live_and_in_a_file(watched, served, family, tmp_path):
     elif family != "vit":
         seen.read(*INPUTS[family])
     given, *target = (shapes(m.config)["a ring"],) if family == "vit" else INPUTS.get(family, PAIR)
+    if family in FAMILIES:
+        first = walk(seen)
+        file, tried = saved(seen, tmp_path / "as-it-opens.html")
+        assert walk(file) == first
+        assert {*seen.texts("nav a:not([hidden])")} - {*file.texts("nav a:not([hidden])")} == {"A / B"}
+        assert not file.page.is_visible("#input-run") and "recording" in file.texts("#status")[0]
+        assert (tmp_path / "as-it-opens.html").stat().st_size < 3_000_000
+        assert (file.wrong, tried) == ([], [])
     views_of(seen)
-    if family == "vectors":
+    if family == "vectors":  # a model without choices has no view of choices
+        names = ["Similarity", "Heads", "Inside a head", "A / B", "Flow", "Cost"]
+        assert seen.texts("nav a:not([hidden])") == names and not seen.page.is_visible("#answer")
         seen.page.evaluate("() => { clearhead.store.set('head', '1.1'); clearhead.open('similar'); }")
-        expected = {"#similar-cosine": similarity(m, *PAIR).cosine}
+        found = similarity(m, *PAIR)
+        expected = {"#similar-cosine": found.cosine}
+        listed = {"#similar-grid td": found.states.flatten().tolist()}
     else:
         column = column_of(family, prepare(m, given, *target))
         asked = {"position": column, **({"target": target[0]} if target else {})}
@@ -65,10 +77,14 @@ def test_every_kind_live_and_in_a_file(watched, served, family, tmp_path):
         assert found.total == pytest.approx(found.logit, abs=1e-4)
         seen.page.evaluate("() => { clearhead.store.set('off', '0.1'); clearhead.open('path'); }")
         expected = {"#path-logit": found.logit, "#path-total": found.logit, "#ablate-kl": off.kl}
-    same(seen, expected)
-    file, tried = saved(seen, watched, tmp_path / "page.html")
+        listed = {"#worth-table .number": left_out(m, given, column)} if family in LEAVES_OUT else {}
+    same(seen, expected, listed)
+    file, tried = saved(seen, tmp_path / "page.html")
     assert "compare" not in views_of(file)
-    same(file, expected)
+    same(file, expected, listed)
+    if family == "vit":
+        assert file.page.locator("#worth-pictures canvas").count() == 2
+    same(seen, expected)
     last = list(expected)[-1][1:].split("-")[0]
     seen.wait("view => location.hash.includes(`view=${view}`)", last)
     address = seen.page.url
@@ -78,14 +94,29 @@ def test_every_kind_live_and_in_a_file(watched, served, family, tmp_path):
     assert (seen.wrong, file.wrong, tried) == ([], [], [])
 
 
-def same(seen, expected):
-    """The numbers that were computed beside the page, each where the page shows it."""
+LEAVES_OUT = ("classifier", "tagger", "vit")
+
+
+def left_out(m, given, column):
+    """What leaving out each word or patch changes, and what its gradient says, as the page lists them."""
+    found = occlusion(m, given, position=column)
+    order = range(len(found.units))
+    if m.config.input == "patches":  # the largest first
+        order = found.dropped.abs().argsort(descending=True).tolist()
+    return [x for place in order for x in (float(found.dropped[place]), float(found.gradient[place]))]
+
+
+def same(seen, expected, listed=None):
+    """The numbers that `inside` computed, each where the page shows it."""
+    for selector, values in (listed or {}).items():
+        seen.page.evaluate("id => clearhead.open(id)", selector[1:].split("-")[0])
+        seen.near(selector, values[0])
+        assert seen.values(selector) == pytest.approx(values, abs=1e-5)
     for selector, value in expected.items():
         seen.page.evaluate("id => clearhead.open(id)", selector[1:].split("-")[0])
-        seen.wait(NEAR, [selector, value])
+        seen.near(selector, value)
 
 
-@pytest.mark.ledger("F2", "L11")
 @pytest.mark.parametrize("name", ["ModernBert", "DebertaV2", "Electra"])
 @pytest.mark.slow
 def test_a_checkpoint_of_another_architecture_has_no_empty_view(watched, name, tmp_path):
@@ -111,10 +142,9 @@ def test_a_checkpoint_of_another_architecture_has_no_empty_view(watched, name, t
         assert seen.wrong == []
 
 
-@pytest.mark.ledger("K3")
 @pytest.mark.parametrize("family", ["encoder", "classifier", "tagger", "encoder-decoder", "vit"])
 @pytest.mark.slow
-def test_patching_from_the_page_is_the_command_s(watched, served, family, tmp_path):
+def test_patching_from_the_page_is_the_command_s(watched, served, saved, family, tmp_path):
     """Head by head and token by token, live and in a file; `test_the_bench` has the decoder's."""
     m, (given, *target) = toy(family), INPUTS[family]
     seen = watched().open(served(family).url)
@@ -122,9 +152,8 @@ def test_patching_from_the_page_is_the_command_s(watched, served, family, tmp_pa
         seen.see("one.png", png(given))
         seen.look("compare", "#compare-image")
         other = picture(8)
-        seen.page.set_input_files(
-            "#compare-image", {"name": "two.png", "mimeType": "image/png", "buffer": png(other)}
-        )
+        file = {"name": "two.png", "mimeType": "image/png", "buffer": png(other)}
+        seen.page.set_input_files("#compare-image", file)
     else:
         seen.read(given, *target)
         seen.look("compare", "#compare-run")
@@ -141,38 +170,29 @@ def test_patching_from_the_page_is_the_command_s(watched, served, family, tmp_pa
     }
     seen.page.locator("#patch-tokens canvas.heat").first.wait_for()
     seen.wait("() => !document.querySelector('#compare [aria-busy]')")
-    file, tried = saved(seen, watched, tmp_path / "page.html")
+    file, tried = saved(seen, tmp_path / "page.html")
     file.look("compare", "#patch-tokens canvas.heat")
     for page in (seen, file):
         for selector, maps in expected.items():
-            shown = [json.loads(one) for one in attributes(page, f"{selector} canvas.heat", "data-values")]
+            shown = [json.loads(one) for one in page.data(f"{selector} canvas.heat", "values")]
             wanted = [one.values.flatten().tolist() for one in maps]
             assert [len(one) for one in shown] == [len(one) for one in wanted] != []
             for ours, theirs in zip(shown, wanted):
-                assert [x or 0.0 for x in ours] == pytest.approx(
-                    [0.0 if x != x else x for x in theirs], abs=1e-4
-                )
+                known = [0.0 if x != x else x for x in theirs]
+                assert [x or 0.0 for x in ours] == pytest.approx(known, abs=1e-4)
     assert (seen.wrong, file.wrong, tried) == ([], [], [])
 
 
 def as_long(m, text):
     """Another text with as many tokens: one word of it is another."""
     words = text.split()
-    others = [
-        " ".join([*words[:place], new, *words[place + 1 :]])
-        for place in range(len(words))
-        for new in ("the", "of", "men", "king", "shall", "speak", "England")
-        if words[place] not in (new, "[MASK]")
+    new_words = ("the", "of", "men", "king", "shall", "speak", "England")
+    changes = [
+        (place, new) for place, word in enumerate(words) for new in new_words if word not in (new, "[MASK]")
     ]
+    others = [" ".join([*words[:place], new, *words[place + 1 :]]) for place, new in changes]
     count = len(prepare(m, text).first_tokens)
     return next(one for one in others if len(prepare(m, one).first_tokens) == count)
-
-
-def attributes(seen, selector, name):
-    """An attribute of all elements that a selector finds."""
-    return seen.page.eval_on_selector_all(
-        selector, "(all, name) => all.map((one) => one.getAttribute(name))", name
-    )
 
 
 def png(pixels):
@@ -182,9 +202,8 @@ def png(pixels):
     return buffer.getvalue()
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
-def test_tokens_as_one_types_and_examples_in_a_file(watched, tmp_path):
+def test_tokens_as_one_types_and_examples_in_a_file(watched, saved, tmp_path):
     """What is typed is shown as tokens before it is read; a file has the examples, each with its own path."""
     m, text = toy("decoder"), "they speak of England"
     with serving(Opened("decoder", lambda: m), examples=True) as here:
@@ -197,27 +216,25 @@ def test_tokens_as_one_types_and_examples_in_a_file(watched, tmp_path):
         seen.page.click("#input-run")
         seen.wait("before => clearhead.store.get('run').run !== before", before)
         seen.wait("() => !document.getElementById('input-examples').hidden")
-        file, tried = saved(seen, watched, tmp_path / "page.html")
+        file, tried = saved(seen, tmp_path / "page.html")
         found = findings(m)
         assert file.texts("#input-examples .soft") == [one["says"] for one in found]
         file.page.locator("#input-examples summary").click()
         file.page.locator("#input-examples button").nth(2).click()
         file.page.evaluate("() => clearhead.open('path')")
-        file.wait(NEAR, ["#path-logit", paths(m, found[1]["text"]).logit])
+        file.near("#path-logit", paths(m, found[1]["text"]).logit)
         assert "compare" not in views_of(file)
         file.page.click("#input-own")
         file.page.evaluate("() => clearhead.open('path')")
-        file.wait(NEAR, ["#path-logit", paths(m, text).logit])
+        file.near("#path-logit", paths(m, text).logit)
         assert (seen.wrong, file.wrong, tried) == ([], [], [])
 
 
-@pytest.mark.ledger("F2")
-def test_a_file_of_the_command_has_examples_too(watched, tmp_path):
+def test_a_file_of_the_command_has_examples_too(offline, tmp_path):
     """The first thing that the page answers: which head moved this, and from where."""
     m = toy("decoder")
     made = record(m, "decoder", PAIR[0], examples=findings(m)[:1])
-    seen, tried = offline(watched)
-    seen.open(export(made, tmp_path / "page.html").as_uri())
+    seen, tried = offline(export(made, tmp_path / "page.html"))
     best = paths(m, PAIR[0]).leading()
     said = seen.page.locator(".path-said").inner_text()
     assert said.startswith(f"Head {best.part} ") and f"(token {best.source}): the strongest link" in said

@@ -1,4 +1,7 @@
-"""The page as one file from disk, without a network, shows what the live page does; so do notebooks."""
+"""The page as one file from disk, without a network, shows what the live page does; so do notebooks.
+
+Hostile tokens, classes, names and texts are shown as text: markup, script or trickery, and none of it runs.
+"""
 
 import json
 
@@ -7,11 +10,14 @@ import pytest
 
 import clearhead as ch
 from clearhead.app.explorer.record import export, record, show
+from clearhead.app.explorer.session import Opened
+from clearhead.hub.tokens.text import visible
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sampling import distribution
-from tests.browser.test_numbers import FAMILIES, INPUTS, SETTINGS
-from tests.explorer.toys import toy
+from tests.browser.test_numbers import INPUTS, SETTINGS
+from tests.explorer.toys import HOSTILE, hostile, serving, toy
 
+pytestmark = pytest.mark.ledger("F2")
 SECTIONS = {
     "path": "[data-edge]",
     "flow": "[data-group]",
@@ -37,20 +43,6 @@ VALUES = """() => {
 }"""
 
 
-def offline(watched, **options):
-    """A page that can reach nothing but files, and a list of what it tried."""
-    seen, tried = watched(offline=True, **options), []
-
-    def decide(route):
-        if route.request.url.startswith(("file:", "data:", "blob:")):
-            return route.continue_()
-        tried.append(route.request.url)
-        return route.abort()
-
-    seen.page.route("**/*", decide)
-    return seen, tried
-
-
 def walk(seen):
     """Every section seen once, all that is drawn late included; then all values."""
     own = {"ribbon": ".ribbon"} if seen.page.is_visible('nav a[data-view="ribbon"]') else {}
@@ -62,53 +54,20 @@ def walk(seen):
     return seen.page.evaluate(VALUES)
 
 
-@pytest.mark.ledger("F2")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.slow
-def test_a_file_shows_what_the_live_page_shows(watched, served, family, tmp_path):
-    """Values, pixels of a head, and texts are equal; no console error; nothing is asked for."""
-    online = watched().open(served(family).url)
-    if family != "vit":
-        online.read(*INPUTS[family])
-    first = walk(online)
-    with online.page.expect_download() as waiting:
-        online.page.click("#export")
-    waiting.value.save_as(tmp_path / "page.html")
-    seen, tried = offline(watched)
-    seen.open((tmp_path / "page.html").as_uri())
-    assert walk(seen) == first
-    online_only = {"A / B"}  # it needs a second text, and is in the file of a page that has one
-    assert set(online.texts("nav a:not([hidden])")) - set(seen.texts("nav a:not([hidden])")) == online_only
-    assert not seen.page.is_visible("#input-run")
-    assert "recording" in seen.texts("#status")[0]
-    assert seen.wrong == []
-    assert tried == []
-    assert (tmp_path / "page.html").stat().st_size < 3_000_000
-
-
-@pytest.mark.ledger("F2")
-def test_sliders_and_steps_of_a_file(watched, tmp_path):
+def test_sliders_and_steps_of_a_file(offline, tmp_path):
     """Without a model, sliders still move the distribution, steps still open, the tour still runs."""
     m, text = toy("decoder"), INPUTS["decoder"][0]
-    seen, tried = offline(watched, color_scheme="dark")
-    seen.open(export(record(m, "decoder", text), tmp_path / "page.html").as_uri())
+    file = export(record(m, "decoder", text), tmp_path / "page.html")
+    seen, tried = offline(file, color_scheme="dark")
     logits = ch.trace(m, text).logits[0, -1]
     seen.look("next", "tbody tr")
     for temperature, top_k, top_p, min_p in SETTINGS[:5]:
-        for name, value in (
-            ("temperature", temperature),
-            ("top-k", top_k),
-            ("top-p", top_p),
-            ("min-p", min_p),
-        ):
-            seen.page.fill(f"#next-{name}", str(value))
-        expected = distribution(
-            logits[None], Request(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        )[0]
+        seen.sample_by(temperature, top_k, top_p, min_p)
+        request = Request(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        expected = distribution(logits[None], request)[0]
         ids = [int(one) for one in seen.values("#next-table tbody tr", "data-id")]
-        assert seen.values("#next-table td.number:not(.soft)") == pytest.approx(
-            expected[ids].tolist(), abs=1e-6
-        )
+        shown = seen.values("#next-table td.number:not(.soft)")
+        assert shown == pytest.approx(expected[ids].tolist(), abs=1e-6)
     seen.look("flow", "[data-step]").first.click()
     seen.page.locator("#flow-numbers td").first.wait_for()
     seen.page.click("#tour")
@@ -119,29 +78,26 @@ def test_sliders_and_steps_of_a_file(watched, tmp_path):
     assert tried == []
 
 
-@pytest.mark.ledger("F2")
-def test_a_long_file_says_what_it_left_out(watched, tmp_path, monkeypatch):
+def test_a_long_file_says_what_it_left_out(offline, tmp_path, monkeypatch):
     """With little room, attention is put into cells: the page says so, and each row still sums to 1."""
     monkeypatch.setattr("clearhead.app.explorer.record.PATTERN_BYTES", 2_000)
     made = record(toy("decoder"), "decoder", list(range(60)))
     cells = made["views"]["run/recorded/attention/self/0"]["aggregated"]
     assert cells > 1
-    seen, _ = offline(watched)
-    seen.open(export(made, tmp_path / "page.html").as_uri())
+    seen, _ = offline(export(made, tmp_path / "page.html"))
     assert f"cells of {cells} tokens" in seen.texts("#status")[0]
     seen.look("attention", "canvas.heat")
     assert f"Each cell stands for {cells} tokens" in seen.texts("#attention-large")[0]
 
 
-@pytest.mark.ledger("F2")
-def test_a_notebook_shows_the_same(watched, tmp_path):
+def test_a_notebook_shows_the_same(offline, tmp_path):
     """The frame that a notebook gets has the same values, and its links stay in it."""
     m, text = toy("decoder"), INPUTS["decoder"][0]
     cell = show(m, text)
     (tmp_path / "notebook.html").write_text(
         f"<!doctype html><title>n</title><body>{cell._repr_html_()}</body>", encoding="utf-8"
     )
-    seen, tried = offline(watched)
+    seen, tried = offline()
     seen.page.goto((tmp_path / "notebook.html").as_uri())
     frame = seen.page.frame_locator("iframe")
     frame.locator("#input-tokens .chip").first.wait_for()
@@ -158,3 +114,112 @@ def test_a_notebook_shows_the_same(watched, tmp_path):
     assert tried == []
     assert json.dumps(cell.recorded)
     assert np.isfinite(shown).all()
+
+
+NAME = "</title><script>window.pwned=1</script><img src=x onerror=window.pwned=1>"
+TEXT = "¦".join(HOSTILE)
+ROLES = {"0.0": HOSTILE[0], "0.1": HOSTILE[1], "1.1": HOSTILE[4]}
+FOREIGN = """() => [...document.querySelectorAll("main *")].filter((node) =>
+  ["SCRIPT", "IFRAME", "OBJECT", "EMBED", "STYLE", "LINK", "BASE", "B"].includes(node.tagName)
+  || (node.tagName === "IMG" && node.id !== "input-preview")
+  || [...node.attributes].some((attribute) => attribute.name.startsWith("on"))
+).map((node) => node.outerHTML.slice(0, 200))"""
+
+
+def open_all(seen):
+    """Every section, with what each opens."""
+    seen.look("input", ".chip").last.hover()
+    seen.look("flow", ".step").first.click()
+    seen.page.locator("#flow-numbers td").first.wait_for()
+    seen.look("attention", "canvas.heat").hover()
+    seen.look("lens", "td[data-value]").last.click()
+    seen.page.locator("#lens-logit").wait_for()
+    seen.look("next", "tbody tr")
+    seen.look("cost", "#cost-flops")
+    seen.page.click("#tour")
+    seen.page.locator(".tour").wait_for()
+    for _ in range(12):
+        if seen.page.locator("#tour-next").count():
+            seen.page.click("#tour-next")
+
+
+def inert(seen, ran="() => window.pwned"):
+    assert seen.page.evaluate(ran) is None
+    assert seen.page.evaluate(FOREIGN) == []
+    assert seen.wrong == []
+
+
+@pytest.mark.parametrize("head", ["lm", "classifier"])
+@pytest.mark.slow
+def test_inert_live_and_in_a_file(watched, offline, head, tmp_path):
+    m = hostile(head)
+    labels = [visible(token) for token in HOSTILE]
+    with serving(Opened(NAME, lambda: m)) as served:
+        served.session.models[0].roles = ROLES
+        seen = watched().open(served.url)
+        seen.read(TEXT)
+        open_all(seen)
+        seen.look("ablate", "[data-heads]").first.click()
+        seen.page.locator("#ablate-table").wait_for()
+        seen.look("compare", "#compare-run").click()
+        seen.page.locator("#compare-table").wait_for()
+        assert seen.texts("#input-tokens .chip > span") == labels
+        assert seen.texts("#model-name")[0].startswith(NAME)
+        named = dict(zip(seen.values("#next-table tbody tr", "data-id"), seen.texts("#next-table tbody th")))
+        expected = dict(enumerate(["[UNK]", *labels] if head == "lm" else HOSTILE))
+        assert named
+        assert all(text == expected[number] for number, text in named.items())
+        assert len(named) == len(HOSTILE) + (head == "lm")
+        if seen.page.is_visible("#next-find"):
+            seen.page.fill("#next-find", HOSTILE[0])
+        inert(seen)
+    made = record(m, NAME, TEXT, roles=ROLES)
+    seen, tried = offline(export(made, tmp_path / "page.html"))
+    open_all(seen)
+    assert seen.texts("#input-tokens .chip > span") == labels
+    inert(seen)
+    assert tried == []
+    source = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert source.count("<script") == source.count("</script") == 2
+    assert not any(token in source for token in HOSTILE[:7])
+
+
+def test_inert_in_a_notebook(offline, tmp_path):
+    (tmp_path / "n.html").write_text(
+        f"<!doctype html><title>n</title><body>{show(hostile(), TEXT)._repr_html_()}</body>", encoding="utf-8"
+    )
+    seen, tried = offline()
+    seen.page.goto((tmp_path / "n.html").as_uri())
+    frame = seen.page.frame_locator("iframe")
+    frame.locator("#sections a", has_text="Next token").click()
+    frame.locator("#next-table tbody tr").first.wait_for()
+    assert frame.locator("#input-tokens .chip > span").all_text_contents() == [
+        visible(token) for token in HOSTILE
+    ]
+    assert frame.locator("main").evaluate("() => window.pwned") is None
+    assert seen.page.evaluate("() => document.querySelectorAll('body > *').length") == 1
+    inert(seen)
+    assert tried == []
+
+
+def test_the_policy_stops_what_would_get_through(live):
+    """If a text ever became markup, the policy would neither run it nor let it reach another machine."""
+    seen = live("classifier")
+    said = seen.page.evaluate(
+        """async () => {
+          const node = document.createElement("div");
+          document.body.append(node);
+          const setter = Object.getOwnPropertyDescriptor(Element.prototype, "inner" + "HTML").set;
+          setter.call(node, "<img src=data:, onerror='window.pwned=1'>");
+          const script = document.createElement("script");
+          script.textContent = "window.pwned=1";
+          document.body.append(script);
+          const away = await fetch("https://example.org/").then(() => "reached", () => "stopped");
+          await new Promise((done) => setTimeout(done, 100));
+          node.remove();
+          return [window.pwned ?? null, away];
+        }"""
+    )
+    assert said == [None, "stopped"]
+    seen.wrong.clear()
+    seen.requests[:] = [address for address in seen.requests if "example.org" not in address]

@@ -12,6 +12,8 @@ from clearhead.inside.ablation import effect
 from clearhead.inside.inputs import prepare
 from tests.explorer.toys import TEXTS, picture, serving, toy
 
+pytestmark = pytest.mark.ledger("F2")
+
 
 def focused(watched, attribute):
     return watched.page.evaluate("name => document.activeElement.getAttribute(name)", attribute)
@@ -26,7 +28,6 @@ def tab_to(watched, condition, most=80):
     raise AssertionError(f"Tab does not lead to {condition}")
 
 
-@pytest.mark.ledger("F2")
 def test_tokens_that_are_read_keep_the_focus(watched, served):
     """The tokens of a text are asked for while one types: an answer that comes late changes nothing."""
     seen = watched().open(served("decoder").url)
@@ -37,7 +38,6 @@ def test_tokens_that_are_read_keep_the_focus(watched, served):
     assert focused(seen, "data-token") == "1"
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_keys_alone(watched, served):
     """No pointer is ever used: text, run, heads, an ablation, the lens, a slider, theme, tour."""
@@ -47,9 +47,8 @@ def test_keys_alone(watched, served):
     tab_to(seen, "it.id === 'input-text'")
     keys.press("Control+a")
     keys.type(text)
-    before = seen.page.evaluate("clearhead.store.get('run').run")
-    keys.press("Control+Enter")
-    seen.wait("before => clearhead.store.get('run').run !== before", before)
+    with seen.another_run():
+        keys.press("Control+Enter")
     assert seen.texts("#input-tokens .chip > span") == list(prepare(m, text).tokens.labels)
 
     tab_to(seen, "it.dataset.token === '1'")
@@ -67,15 +66,9 @@ def test_keys_alone(watched, served):
     tab_to(seen, "it.dataset.head !== undefined")
     assert f"Head {focused(seen, 'data-head')} " in seen.texts("#path-finding strong")[0]  # the path names it
     seen.page.locator('#attention-grid [data-head="0.0"]').focus()
-    for key, name in (
-        ("ArrowRight", "0.1"),
-        ("ArrowDown", "1.1"),
-        ("ArrowRight", "1.2"),
-        ("ArrowRight", "1.2"),
-        ("ArrowLeft", "1.1"),
-        ("ArrowUp", "0.1"),
-    ):
-        keys.press(key)
+    for move in ("Right 0.1", "Down 1.1", "Right 1.2", "Right 1.2", "Left 1.1", "Up 0.1"):
+        key, name = move.split()
+        keys.press(f"Arrow{key}")
         assert focused(seen, "data-head") == name
     keys.press("Enter")
     seen.page.wait_for_selector('#attention-head[data-head="0.1"]')
@@ -105,9 +98,7 @@ def test_keys_alone(watched, served):
     keys.press("Enter")
     place = seen.page.evaluate("clearhead.store.get('position')")
     expected = effect(m, text, heads=["0.0"], position=place).kl
-    seen.wait(
-        "kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6", expected
-    )
+    seen.near("#ablate-kl", expected, 1e-6)
     assert focused(seen, "data-heads") == "0.0"
 
     seen.page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
@@ -130,7 +121,6 @@ def test_keys_alone(watched, served):
     assert seen.wrong == []
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 @pytest.mark.slow
 def test_append_and_step_back(watched, served, family):
@@ -147,16 +137,11 @@ def test_append_and_step_back(watched, served, family):
             given = {"source": prepared.source} if target else {}
             probabilities = m.model(torch.tensor([ids]), **given).logits[0, -1].double().softmax(-1)
         seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids))
-        seen.wait(
-            "p => Math.abs(Number(document.querySelector('#next-table td.number')"
-            "?.dataset.value) - p) < 1e-6",
-            float(probabilities.max()),
-        )
+        seen.near("#next-table td.number", float(probabilities.max()), 1e-6)
         seen.page.click("#next-greedy")
         ids.append(int(probabilities.argmax()))
-        seen.wait(
-            "ids => JSON.stringify(clearhead.store.get('run').tokens.ids) === ids", str(ids).replace(" ", "")
-        )
+        shown = "ids => JSON.stringify(clearhead.store.get('run').tokens.ids) === ids"
+        seen.wait(shown, str(ids).replace(" ", ""))
         assert seen.values("#next-history small")[step] == pytest.approx(float(probabilities.max()), abs=1e-6)
     seen.page.click("#next-sample")
     seen.wait("count => clearhead.store.get('run').tokens.ids.length === count", len(ids) + 1)
@@ -167,7 +152,6 @@ def test_append_and_step_back(watched, served, family):
     assert seen.wrong == []
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_another_source_gets_its_own_answer(watched, served):
     """Send along what somebody wrote, and explain it; never send what the model wrote of the last text."""
@@ -178,15 +162,13 @@ def test_another_source_gets_its_own_answer(watched, served):
         assert seen.texts("#input-tokens .chip > span") == list(prepare(m, text).tokens.labels)
     seen.read("Ein Hund", "speak of it")
     tokens = prepare(m, "Ein Hund", "speak of it").tokens
-    seen.wait(
-        "async () => (await clearhead.source.get(`run/${clearhead.store.get('run').run}/stages`)).target"
-    )
+    stages = "`run/${clearhead.store.get('run').run}/stages`"
+    seen.wait(f"async () => (await clearhead.source.get({stages})).target")
     for place, token in enumerate(tokens.ids):
         seen.page.locator("#input-tokens .chip").nth(place).click()
         assert seen.texts("#input-stages li")[-1] in (f"as a number: {token}", f"id {token}")
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_wrong_is_said_in_words(watched, served):
     seen = watched().open(served("decoder").url)
@@ -197,9 +179,8 @@ def test_wrong_is_said_in_words(watched, served):
     seen.read("speak")
     assert seen.texts("#input .problem") == [""]
     vit = watched().open(served("vit").url)
-    vit.page.set_input_files(
-        "#input-image", {"name": "no.png", "mimeType": "image/png", "buffer": b"not an image"}
-    )
+    file = {"name": "no.png", "mimeType": "image/png", "buffer": b"not an image"}
+    vit.page.set_input_files("#input-image", file)
     vit.page.locator("#input .problem", has_text="cannot be read").wait_for()
 
     def fails():
@@ -211,7 +192,6 @@ def test_wrong_is_said_in_words(watched, served):
         page.locator("#status.error", has_text="the weights <b>are</b> gone").wait_for()
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_two_models(watched):
     """The same image and the same text, read by two models side by side."""
@@ -229,7 +209,6 @@ def test_two_models(watched):
         assert seen.wrong == []
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_pictures_can_be_saved(live):
     """A drawing as SVG is XML with its colours in it; as PNG it is a PNG."""
@@ -253,21 +232,17 @@ CUT = """() => [...document.querySelectorAll("body *")].filter((one) => {
 }).map((one) => `${one.tagName}.${one.className} of ${one.closest("section")?.id}`)"""
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("width", [360, 1280])
 @pytest.mark.slow
 def test_no_page_is_wider_than_its_window_and_nothing_is_cut_without_a_cue(watched, served, width):
     for family in ("decoder", "vit"):
         seen = watched(viewport={"width": width, "height": 720}).open(served(family).url)
-        offered = seen.page.eval_on_selector_all(
-            "nav a:not([hidden])", "all => all.map((one) => one.dataset.view)"
-        )
+        offered = seen.data("nav a:not([hidden])", "view")
         for section in offered if width == 360 else ("flow", "attention", "ablate"):
             seen.look(section, "h2")
             assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
             assert seen.page.evaluate(CUT) == [], section
         if width == 360:  # without its shade, a wide table would be found
-            seen.page.evaluate(
-                "() => document.querySelectorAll('.wide').forEach((one) => (one.style.background = 'none'))"
-            )
+            wide = "document.querySelectorAll('.wide')"
+            seen.page.evaluate(f"() => {wide}.forEach((one) => (one.style.background = 'none'))")
             assert any(seen.look(one, "h2") and seen.page.evaluate(CUT) for one in offered)

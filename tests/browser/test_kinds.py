@@ -1,7 +1,11 @@
 """What each kind of model has of its own: words, patches, similarity, ribbon, drawers; live and in a file."""
 
+from __future__ import annotations
+
+import io
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,85 +13,25 @@ import clearhead as ch
 from clearhead.app.explorer.findings import findings
 from clearhead.app.explorer.session import Opened
 from clearhead.inside.attention import attention
-from clearhead.inside.attribution import occlusion, paths
-from clearhead.inside.geometry import neighbours, similarity
+from clearhead.inside.attribution import looks, paths
+from clearhead.inside.geometry import neighbours
 from clearhead.inside.inputs import prepare
+from clearhead.inside.interventions import steering, steering_vector
 from clearhead.inside.logit_attribution import firing
-from clearhead.inside.patch import steering, steering_vector
-from tests.browser.test_export import offline
-from tests.browser.test_numbers import column_of, shown
+from clearhead.run.api import load
 from tests.explorer.toys import serving, toy
 from tests.harness import scramble
+from tests.inside.test_heads import induction_models
+from tests.test_speech import folder, sounds  # noqa: F401
 
-NEAR = """([selector, value]) => {
-  const node = document.querySelector(selector);
-  return Boolean(node) && Math.abs(Number(node.dataset.value) - value) < 1e-5;
-}"""
-OVER = (
-    "() => { const lane = document.getElementById('flow-lane'); return lane.scrollWidth - lane.clientWidth; }"
-)
+pytestmark = pytest.mark.ledger("F2", "K3", "L11")
+LANE = "document.getElementById('flow-lane')"
+OVER = f"() => {LANE}.scrollWidth - {LANE}.clientWidth"
 TEXTS = ("they speak of the king", "the men shall not")
 
 
-def saved(seen, watched, path):
-    """The page of a file that this page saved, with the network off, and what it tried to reach."""
-    with seen.page.expect_download() as waiting:
-        seen.page.click("#export")
-    waiting.value.save_as(path)
-    file, tried = offline(watched)
-    return file.open(path.as_uri()), tried
-
-
-@pytest.mark.ledger("F2")
-@pytest.mark.parametrize("family", ["classifier", "tagger", "vit"])
 @pytest.mark.slow
-def test_words_and_patches_left_out(live, watched, family, tmp_path):
-    page, prepared, (given, *_) = shown(live, family)
-    column = column_of(family, prepared)
-    page.page.evaluate("place => clearhead.store.set('position', place)", column)
-    found = occlusion(prepared.m, given, position=column)
-    order = (
-        found.dropped.abs().argsort(descending=True).tolist() if family == "vit" else range(len(found.units))
-    )
-    file, tried = saved(page, watched, tmp_path / "page.html")
-    for seen in (page, file):
-        seen.look("worth", "[data-unit]")
-        seen.wait(
-            "first => document.querySelector('#worth-table [data-unit]')?.dataset.unit === first",
-            found.units[order[0]],
-        )
-        values = [x for place in order for x in (float(found.dropped[place]), float(found.gradient[place]))]
-        assert seen.values("#worth-table .number") == pytest.approx(values, abs=1e-5)
-        assert len(seen.texts("#worth-pictures canvas")) == (2 if family == "vit" else 0)
-    assert (page.wrong, file.wrong, tried) == ([], [], [])
-
-
-@pytest.mark.ledger("F2")
-@pytest.mark.slow
-def test_a_sentence_encoder_compares_two_texts(watched, served, tmp_path):
-    """It opens on the similarity of both texts; the address and the file keep them."""
-    m = toy("vectors")
-    seen = watched().open(served("vectors").url)
-    seen.page.fill("#input-pair", TEXTS[1])
-    seen.read(TEXTS[0])
-    found = similarity(m, *TEXTS)
-    seen.wait(NEAR, ["#similar-cosine", found.cosine])
-    cells = found.states.flatten().tolist()
-    assert seen.values("#similar-grid td") == pytest.approx(cells, abs=1e-5)
-    seen.wait("() => location.hash.includes('pair=')")
-    again = watched().open(seen.page.url)
-    again.page.locator("#similar-cosine").wait_for()
-    assert again.values("#similar-cosine") == pytest.approx([found.cosine], abs=1e-5)
-    file, tried = saved(seen, watched, tmp_path / "page.html")
-    file.look("similar", "td[data-value]")
-    assert file.values("#similar-grid td") == pytest.approx(cells, abs=1e-5)
-    assert file.texts("nav a:not([hidden])")[0] == "Similarity"
-    assert (seen.wrong, file.wrong, tried) == ([], [], [])
-
-
-@pytest.mark.ledger("F2")
-@pytest.mark.slow
-def test_an_encoder_decoder_opens_on_its_alignment(watched, served, tmp_path):
+def test_an_encoder_decoder_opens_on_its_alignment(watched, served, saved, tmp_path):
     m, (text, written) = toy("encoder-decoder"), TEXTS
     seen = watched().open(served("encoder-decoder").url)
     assert seen.texts("nav a[aria-current]") == ["Alignment"]
@@ -96,20 +40,19 @@ def test_an_encoder_decoder_opens_on_its_alignment(watched, served, tmp_path):
     patterns = torch.tensor(attention(m, text, written).of("cross")[1].pattern)
     best = patterns.mean(0)[2].sort(descending=True).values[:5].tolist()
     came = paths(m, text, position=2, target=written).memory.tolist()
-    file, tried = saved(seen, watched, tmp_path / "page.html")
+    file, tried = saved(seen, tmp_path / "page.html")
     for page in (seen, file):
         page.look("ribbon", ".ribbon-chosen")
-        page.wait(NEAR, ["#ribbon-list .number", best[0]])
+        page.near("#ribbon-list .number", best[0])
         assert page.values("#ribbon-list .number") == pytest.approx(best, abs=1e-6)
         page.wait("() => document.querySelector('#input-source [data-gave]')")
         assert page.values("#input-source .chip", "data-gave") == pytest.approx(came, abs=1e-5)
         page.page.select_option("#ribbon-head", "0.1")
         one = torch.tensor(attention(m, text, written).of("cross")[0].pattern)[1, 2].max()
-        page.wait(NEAR, ["#ribbon-list .number", float(one)])
+        page.near("#ribbon-list .number", float(one))
     assert (seen.wrong, file.wrong, tried) == ([], [], [])
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_drawers_show_neurons_a_map_and_steering(watched, served):
     m, text = toy("decoder"), TEXTS[0]
@@ -120,11 +63,9 @@ def test_drawers_show_neurons_a_map_and_steering(watched, served):
         seen.page.locator(f"#drawer-{name} > summary").click()
     seen.page.locator("[data-neuron]").first.wait_for()
     found = firing(m, text, count=8)
-    listed = seen.page.eval_on_selector_all("[data-neuron]", "rows => rows.map((row) => row.dataset.neuron)")
-    assert listed == [one.name for one in found.neurons]
-    assert seen.values("[data-neuron] td.number") == pytest.approx(
-        [one.value for one in found.neurons], abs=1e-5
-    )
+    assert seen.data("[data-neuron]", "neuron") == [one.name for one in found.neurons]
+    values = [one.value for one in found.neurons]
+    assert seen.values("[data-neuron] td.number") == pytest.approx(values, abs=1e-5)
     seen.page.locator("#drawer-map .number").first.wait_for()
     near = neighbours(m, prepare(m, text).tokens.ids[-1], 8)
     assert seen.values("#drawer-map .number") == pytest.approx(list(near.scores), abs=1e-5)
@@ -141,7 +82,6 @@ def test_drawers_show_neurons_a_map_and_steering(watched, served):
     assert seen.wrong == []
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "vit"])
 @pytest.mark.slow
 def test_examples_state_what_was_found_on_this_model(watched, family):
@@ -151,17 +91,15 @@ def test_examples_state_what_was_found_on_this_model(watched, family):
         seen = watched().open(here.url)
         seen.wait("() => !document.getElementById('input-examples').hidden")
         assert seen.texts("#input-examples .soft") == [one["says"] for one in found]
-        before = seen.page.evaluate("clearhead.store.get('run').run")
-        seen.page.locator("#input-examples summary").click()
-        seen.page.locator("#input-examples button").nth(1).click()
-        seen.wait("before => clearhead.store.get('run').run !== before", before)
+        with seen.another_run():
+            seen.page.locator("#input-examples summary").click()
+            seen.page.locator("#input-examples button").nth(1).click()
         if family == "vit":
-            before = seen.page.evaluate("clearhead.store.get('run').run")
-            seen.page.locator("#input-image ~ details summary").click()
-            seen.page.locator(".pad").focus()
-            for key in (" ", "ArrowUp", "ArrowLeft", " "):
-                seen.page.keyboard.press(key)
-            seen.wait("before => clearhead.store.get('run').run !== before", before)
+            with seen.another_run():
+                seen.page.locator("#input-image ~ details summary").click()
+                seen.page.locator(".pad").focus()
+                for key in (" ", "ArrowUp", "ArrowLeft", " "):
+                    seen.page.keyboard.press(key)
         else:
             head, source = re.match(r"head (\S+) brings “(.+)” to", found[1]["says"]).groups()
             seen.look("path", "[data-edge]")
@@ -172,7 +110,6 @@ def test_examples_state_what_was_found_on_this_model(watched, family):
         assert seen.wrong == []
 
 
-@pytest.mark.ledger("F2")
 def test_flow_forks_folds_and_fits(watched):
     """q, k and v stand side by side, four blocks are one and a fold, and nothing is wider than the screen."""
     sizes = {"vocab_size": 20, "d_model": 16, "n_layers": 4, "n_heads": 2, "max_positions": 16}
@@ -190,3 +127,70 @@ def test_flow_forks_folds_and_fits(watched):
         low, high = re.findall(r"-?[\d.e-]+", seen.texts("#flow-numbers .scale-bar")[0].split(":")[1])
         assert float(low) == -float(high) < 0
         assert seen.wrong == []
+
+
+MOST = "() => document.querySelector('#attention-large .spectrogram')?.dataset.most"
+
+
+@pytest.mark.slow
+def test_where_a_token_was_heard(folder, watched, saved, tmp_path):  # noqa: F811
+    import soundfile
+
+    m, file = ch.load(folder), io.BytesIO()
+    soundfile.write(file, sounds()[3], 16_000, format="WAV", subtype="FLOAT")
+    (tmp_path / "clip.wav").write_bytes(file.getvalue())
+    heard = attention(m, tmp_path / "clip.wav", kinds=["cross"])
+    said = m.transcribe(tmp_path / "clip.wav").ids
+    with serving(Opened("speech", lambda: m)) as served:
+        seen = watched().open(served.url)
+        clip = {"name": "clip.wav", "mimeType": "audio/wav", "buffer": file.getvalue()}
+        with seen.another_run():
+            seen.page.set_input_files("#input-sound", clip)
+        ids = seen.page.evaluate("clearhead.store.get('run').tokens.ids")
+        assert ids[-len(said) :] == said  # it is read in one window, without times
+        shape = seen.page.evaluate("clearhead.store.get('run').sound.shape")
+        assert shape == [8, 100] and seen.page.locator("#input-picture .spectrogram").count() == 1
+        seen.look("attention", "#attention-large .spectrogram")
+        copy, tried = saved(seen, tmp_path / "page.html")
+        for page in (seen, copy):
+            page.look("attention", "#attention-large .spectrogram")
+            name = page.page.get_attribute("#attention-head", "data-head")
+            layer, head = (int(part) for part in name.split(".")[-2:])
+            pattern = heard.of("cross")[layer].pattern[head]
+            for place in (len(ids) - 1, 2):
+                page.page.select_option("#attention-query", str(place))
+                page.wait(f"most => ({MOST})() === most", str(int(np.argmax(pattern[place]))))
+        assert not seen.wrong and not copy.wrong and not tried
+
+
+IDS = [3, 7, 1, 9, 4, 12] * 2 + [3, 7]
+LAST = len(IDS) - 1
+BACK = """() => [...document.querySelectorAll("#path-picture .path-why")].map((one) => one.textContent)"""
+
+
+@pytest.mark.slow
+def test_the_path_of_a_repeated_token_runs_through_two_heads(watched, saved, tmp_path_factory, tmp_path):
+    """The sentence names the head that copies, a dashed arc the head that had looked one token back."""
+    m = load(induction_models(tmp_path_factory) / "2")
+    with serving(Opened("repeats", lambda: m, {"ids": IDS})) as here:
+        seen = watched().open(here.url)
+        seen.look("path", "[data-edge]")
+        file, tried = saved(seen, tmp_path / "page.html")
+        for page in (seen, file):
+            copies = next(edge for edge in paths(m, IDS).strongest(20) if edge.value > 0)
+            assert copies.part.startswith("1.") and (IDS[copies.source - 1], IDS[copies.source]) == (7, 1)
+            said = page.page.locator(".path-said").inner_text()
+            head, token, source, value = re.match(
+                r"Head (\S+) copied (\d+) from \d+ \(token (\d+)\): the strongest link.*, \+([\d.]+)", said
+            ).groups()
+            assert (head, token, int(source)) == (copies.part, "1", copies.source)
+            assert float(value) == pytest.approx(copies.value, rel=0.01)
+            found = looks(m, IDS, copies.part, LAST, copies.source)
+            back = next(one for one in found if one.value > 0 and one.reader == copies.source)
+            assert back.part.startswith("0.") and back.source == copies.source - 1  # it looks one token back
+            words = f"from “7” ({back.source}) to “1” ({back.reader})"
+            page.wait(f"() => ({BACK})().some((one) => one.includes('{words}'))")
+            arc = next(one for one in page.page.evaluate(BACK) if words in one)
+            assert arc.startswith(f"head {back.part}: ")
+            assert float(arc.split()[2]) == pytest.approx(back.value, rel=0.01)
+        assert (seen.wrong, file.wrong, tried) == ([], [], [])

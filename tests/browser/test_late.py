@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from clearhead.app.explorer.session import Opened
+from clearhead.inside.inputs import prepare
+from tests.explorer.toys import serving, toy
+
+pytestmark = pytest.mark.ledger("F2", "S2", "S3")
 
 
 class Held:
@@ -60,7 +67,6 @@ def quiet(seen: Any, section: str) -> None:
     seen.wait("id => !document.querySelector(`#${id} [aria-busy]`)", section)
 
 
-@pytest.mark.ledger("S2")
 def test_a_text_that_was_read_later_stays(watched, served):
     seen = watched().open(served("decoder").url)
     with holding(seen, r"/inside/run$") as held:
@@ -80,7 +86,6 @@ def test_a_text_that_was_read_later_stays(watched, served):
     assert seen.page.get_attribute("body", "aria-busy") is None
 
 
-@pytest.mark.ledger("S2")
 def test_an_old_error_is_not_shown_for_a_new_head(watched, served):
     seen = watched().open(served("decoder").url)
     opened = seen.look("attention", "[data-head][aria-pressed=true]").get_attribute("data-head")
@@ -96,7 +101,6 @@ def test_an_old_error_is_not_shown_for_a_new_head(watched, served):
     assert seen.page.get_attribute("#attention-head", "data-head") == newer
 
 
-@pytest.mark.ledger("S2")
 def test_an_older_answer_is_not_drawn_over_a_newer_one(watched, served):
     seen = watched().open(served("classifier").url)
     seen.look("worth", "tbody tr")
@@ -116,7 +120,6 @@ def test_an_older_answer_is_not_drawn_over_a_newer_one(watched, served):
     assert seen.page.evaluate("document.activeElement.dataset.id") == second
 
 
-@pytest.mark.ledger("S2")
 @pytest.mark.slow
 def test_a_view_that_was_left_is_asked_for_again(watched, served):
     seen = watched().open(served("decoder").url)
@@ -131,14 +134,12 @@ def test_a_view_that_was_left_is_asked_for_again(watched, served):
         seen.page.click("#next-back")
         seen.wait("first => clearhead.store.get('run').run === first", first)
     seen.look("attention", "canvas.heat")
-    assert seen.page.locator("#attention-grid button.head").count() == len(
-        seen.texts("#attention-grid .thumb")
-    )
+    thumbs = seen.texts("#attention-grid .thumb")
+    assert seen.page.locator("#attention-grid button.head").count() == len(thumbs)
     # What is asked for ahead goes on too: it did not wait for the answer that was dropped.
     seen.wait("() => clearhead.source.kept.has(`run/${clearhead.store.get('run').run}/trace`)", seconds=10)
 
 
-@pytest.mark.ledger("S2")
 def test_a_view_whose_first_question_was_overtaken_is_not_busy_once_it_is_left(watched, served):
     seen = watched().open(served("classifier").url)
     with holding(seen, r"/occlusion\?") as held:
@@ -153,7 +154,6 @@ def test_a_view_whose_first_question_was_overtaken_is_not_busy_once_it_is_left(w
     assert [one for one in seen.busy() if one.startswith("worth")] == []
 
 
-@pytest.mark.ledger("S2")
 def test_nothing_is_asked_ahead_of_a_text_that_was_left(watched, served):
     """It was asked at the position of the longer text, which the shorter has not."""
     seen = watched().open(served("decoder").url)
@@ -166,7 +166,6 @@ def test_nothing_is_asked_ahead_of_a_text_that_was_left(watched, served):
     assert seen.wrong == []
 
 
-@pytest.mark.ledger("S3")
 def test_a_drawer_at_a_token_that_is_no_column_is_filled(watched, served):
     """A classifier has one column; the map is asked for at a token, which is no request to drop."""
     seen = watched().open(served("classifier").url)
@@ -175,9 +174,38 @@ def test_a_drawer_at_a_token_that_is_no_column_is_filled(watched, served):
     seen.page.locator("#drawer-map svg").wait_for()
     before = seen.texts("#drawer-map .map-chosen")
     seen.page.click("#input-tokens [data-token='2']")
-    seen.wait(
-        "before => document.querySelector('#drawer-map .map-chosen')?.textContent !== before", before[0]
-    )
+    another = "before => document.querySelector('#drawer-map .map-chosen')?.textContent !== before"
+    seen.wait(another, before[0])
     quiet(seen, "drawers")
     assert seen.texts("#drawer-map .map-chosen") == seen.texts("#input-tokens [data-token='2'] > span")
     assert seen.wrong == []
+
+
+@pytest.mark.slow
+def test_an_example_until_the_model_is_there(watched):
+    """Every section of the example works; nothing of it stays when the model has come."""
+    may = threading.Event()
+
+    def slowly():
+        may.wait(60)
+        return toy("decoder")
+
+    with serving(Opened("slow", slowly)) as served:
+        seen = watched()
+        seen.page.goto(served.url)
+        seen.page.locator("#input-tokens .chip").first.wait_for()
+        assert "loading slow" in seen.texts("#model-name")[0]
+        assert "recorded" in seen.page.inner_text("#banner")
+        assert seen.page.is_disabled("#input-run")
+        parts = {"flow": ".step", "attention": "canvas.heat", "lens": "td[data-value]", "next": "tbody tr"}
+        for section, ready in {**parts, "cost": "#cost-flops"}.items():
+            seen.look(section, ready)
+        may.set()
+        seen.wait("() => window.clearhead && clearhead.store.get('run') && clearhead.source.live")
+        given = seen.page.evaluate("clearhead.store.get('model').example.text")
+        assert seen.texts("#input-tokens .chip > span") == list(prepare(toy("decoder"), given).tokens.labels)
+        assert not seen.page.is_disabled("#input-run")
+        seen.read("speak")
+        run = seen.page.evaluate("clearhead.store.get('run').run")
+        assert seen.page.get_attribute("#export", "href").endswith(run)
+        assert seen.wrong == []

@@ -19,6 +19,7 @@ from clearhead.run.generate.request import Request
 from clearhead.run.generate.sampling import distribution
 from tests.explorer.toys import picture, toy
 
+pytestmark = pytest.mark.ledger("F2", "K1", "K2", "K3", "K9")
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
 INPUTS = {
     "decoder": ("The men, 12 of Straße 北京 speak",),
@@ -31,15 +32,8 @@ INPUTS = {
 }
 ANSWERING = (*FAMILIES, "tagger")
 EVERY = (*ANSWERING, "vectors")
-SETTINGS = [
-    (0.7, 0, 1, 0),
-    (1.5, 7, 1, 0),
-    (1, 0, 0.35, 0),
-    (1, 0, 1, 0.2),
-    (0.85, 40, 0.8, 0.05),
-    (0, 0, 1, 0),
-    (2, 1, 0.01, 1),
-]
+SETTINGS = [(0.7, 0, 1, 0), (1.5, 7, 1, 0), (1, 0, 0.35, 0), (1, 0, 1, 0.2), (0.85, 40, 0.8, 0.05)]
+SETTINGS += [(0, 0, 1, 0), (2, 1, 0.01, 1)]
 
 
 def shown(live, family):
@@ -78,7 +72,6 @@ def family(request):
     return request.param
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_tokens(live, family):
     watched, prepared, _ = shown(live, family)
@@ -98,37 +91,25 @@ def test_tokens(live, family):
         assert marked == ([first.text[start:end]] if end > start else [])
 
 
-@pytest.mark.ledger("K1")
 @pytest.mark.parametrize("family", EVERY, indirect=True)
 @pytest.mark.slow
 def test_flow(live, family):
     watched, prepared, given = shown(live, family)
     seen = trace(prepared.m, *given)
-    lengths = [
-        None if family == "vit" else len(prepared.tokens),
-        None if prepared.source is None else prepared.source.shape[1],
-    ]
-    price = ch.cost(prepared.m.config, lengths[0], source_length=lengths[1])
+    length = None if family == "vit" else len(prepared.tokens)
+    source = None if prepared.source is None else prepared.source.shape[1]
+    price = ch.cost(prepared.m.config, length, source_length=source)
     watched.look("flow", "[data-group]")
     assert watched.values("#flow-totals", "data-parameters") == [price.parameters.total]
     assert watched.values("#flow-totals", "data-flops") == [price.flops.forward.total]
     closed = watched.page.locator("#flow-lane [aria-expanded=false]")
     while closed.count():
         closed.first.click()
-    names = watched.page.eval_on_selector_all(
-        "#flow-lane [data-step]", "nodes => nodes.map((node) => node.dataset.step)"
-    )
-    assert names == [step.name for step in seen.steps]
+    assert watched.data("#flow-lane [data-step]", "step") == [step.name for step in seen.steps]
     shapes = watched.texts("#flow-lane .step .shape .soft")
     assert shapes == [" × ".join(map(str, step.shape)) for step in seen.steps]
-    for step in [
-        seen.steps[-1],
-        *(
-            step
-            for step in seen.steps
-            if step.name.endswith(("blocks.1.attention.pattern", "blocks.0.resid_mid"))
-        ),
-    ]:
+    ends = ("blocks.1.attention.pattern", "blocks.0.resid_mid")
+    for step in [seen.steps[-1], *(step for step in seen.steps if step.name.endswith(ends))]:
         watched.page.locator(f'#flow-lane [data-step="{step.name}"]').click()
         watched.page.locator(f'#flow-step h3[data-step="{step.name}"]').wait_for()
         watched.page.locator("#flow-numbers td").first.wait_for()
@@ -140,7 +121,6 @@ def test_flow(live, family):
         assert watched.texts("#flow-step .formula") == [step.formula]
 
 
-@pytest.mark.ledger("K2")
 @pytest.mark.parametrize("family", EVERY, indirect=True)
 def test_attention(live, family):
     """Each pixel of a head has its weight's colour; thumbnails show entropy; chips show where tokens look."""
@@ -154,12 +134,7 @@ def test_attention(live, family):
         layers = maps.of(kind)
         names = [f"{prefix}{each.layer}.{number}" for each in layers for number in range(len(each.pattern))]
         watched.page.wait_for_selector(f'#attention-grid [data-head="{names[-1]}"]')
-        assert (
-            watched.page.eval_on_selector_all(
-                "#attention-grid .head", "nodes => nodes.map((node) => node.dataset.head)"
-            )
-            == names
-        )
+        assert watched.data("#attention-grid .head", "head") == names
         entropies = [head.entropy for each in layers for head in each.heads()]
         assert watched.values("#attention-grid .head", "data-entropy") == pytest.approx(entropies, abs=1e-5)
         head, pattern = names[-1], layers[-1].pattern[-1]
@@ -200,7 +175,6 @@ def off_by(watched, pattern) -> float:
     return float(np.where(same, distance, np.inf).min(-1).max())
 
 
-@pytest.mark.ledger("K3")
 @pytest.mark.parametrize("family", ANSWERING, indirect=True)
 def test_lens(live, family):
     watched, prepared, given = shown(live, family)
@@ -209,25 +183,18 @@ def test_lens(live, family):
     shows = {"p": seen.top_probabilities[..., 0], "final": seen.chosen_probabilities, "entropy": seen.entropy}
     for name, expected in shows.items():
         watched.page.select_option("#lens-shows", name)
-        assert watched.values("#lens-grid td") == pytest.approx(
-            expected.flatten().tolist(), rel=1e-6, abs=1e-6
-        )
+        cells = expected.flatten().tolist()
+        assert watched.values("#lens-grid td") == pytest.approx(cells, rel=1e-6, abs=1e-6)
     assert watched.values("#lens-grid td", "data-id") == seen.top[..., 0].flatten().tolist()
     assert watched.texts("#lens-grid td .token") == [cell[0] for layer in seen.top_names for cell in layer]
     column = len(seen.columns) - 1
     watched.page.click(f'#lens-grid td[data-layer="1"][data-column="{column}"]')
-    assert watched.values("#lens-detail .candidates td") == pytest.approx(
-        seen.top_probabilities[1, column].tolist(), abs=1e-6
-    )
+    best = seen.top_probabilities[1, column].tolist()
+    assert watched.values("#lens-detail .candidates td") == pytest.approx(best, abs=1e-6)
     found = contributions(prepared.m, given[0], position=column, target=given[1] if given[1:] else None)
-    watched.wait(
-        "logit => Math.abs(Number(document.querySelector('#lens-logit')?.dataset.value) - logit) < 1e-5",
-        found.logit,
-    )
-    terms = watched.page.eval_on_selector_all(
-        "#lens-parts [data-term]",
-        "nodes => nodes.map((node) => [node.dataset.term, Number(node.dataset.value)])",
-    )
+    watched.near("#lens-logit", found.logit)
+    pairs = "nodes => nodes.map((node) => [node.dataset.term, Number(node.dataset.value)])"
+    terms = watched.page.eval_on_selector_all("#lens-parts [data-term]", pairs)
     assert sum(value for _, value in terms) == pytest.approx(found.logit, abs=1e-4)
     listed = {term.name: term.value for term in found.terms}
     for name, value in terms[:10]:
@@ -235,7 +202,6 @@ def test_lens(live, family):
     assert watched.values("#lens-sum") == pytest.approx([found.total], abs=1e-6)
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ANSWERING, indirect=True)
 def test_next(live, family):
     """Check the probabilities of what comes next at every column, and of the tokens that follow if known."""
@@ -253,14 +219,12 @@ def test_next(live, family):
             ".map((row) => row.dataset.id).join() === wanted",
             wanted,
         )
-        assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(
-            best.values.tolist(), abs=1e-6
-        )
+        shares = watched.values("#next-table td.number:not(.soft)")
+        assert shares == pytest.approx(best.values.tolist(), abs=1e-6)
         choices = choices_of(prepared)
         assert watched.texts("#next-table tbody th") == [choices.name(one) for one in best.indices.tolist()]
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"], indirect=True)
 def test_sliders_are_the_sampling_functions(live, family):
     watched, prepared, _ = shown(live, family)
@@ -274,32 +238,21 @@ def test_sliders_are_the_sampling_functions(live, family):
     asked = questions()
     assert asked
     for temperature, top_k, top_p, min_p in SETTINGS:
-        for name, value in (
-            ("temperature", temperature),
-            ("top-k", top_k),
-            ("top-p", top_p),
-            ("min-p", min_p),
-        ):
-            watched.page.fill(f"#next-{name}", str(value))
-        expected = distribution(
-            logits[None], Request(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-        )[0]
+        watched.sample_by(temperature, top_k, top_p, min_p)
+        request = Request(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+        expected = distribution(logits[None], request)[0]
         ids = [int(one) for one in watched.values("#next-table tbody tr", "data-id")]
-        assert watched.values("#next-table td.number:not(.soft)") == pytest.approx(
-            expected[ids].tolist(),
-            rel=1e-5,
-            abs=1e-7,  # logits in float32, of one token or of all at once
-        )
-        gone = watched.page.eval_on_selector_all(
-            "#next-table tbody tr", "rows => rows.map((row) => 'gone' in row.dataset)"
-        )
+        # Logits are in float32, of one token or of all at once.
+        shown_shares = watched.values("#next-table td.number:not(.soft)")
+        assert shown_shares == pytest.approx(expected[ids].tolist(), rel=1e-5, abs=1e-7)
+        left_out = "rows => rows.map((row) => 'gone' in row.dataset)"
+        gone = watched.page.eval_on_selector_all("#next-table tbody tr", left_out)
         assert gone == [float(expected[one]) == 0 for one in ids]
         assert watched.values("#next-kept") == [int((expected > 0).sum())]
     watched.page.click("#next-reset")
     assert questions() == asked, "a slider asked the server"
 
 
-@pytest.mark.ledger("K3")
 @pytest.mark.parametrize("family", ANSWERING, indirect=True)
 def test_ablation(live, family):
     watched, prepared, (given, *target) = shown(live, family)
@@ -312,23 +265,17 @@ def test_ablation(live, family):
         off[kind].append(name)
         watched.page.select_option("#ablate-how", how)
         watched.page.click(f'#ablate-grid [data-{kind}="{name}"]')
-        expected = effect(
-            prepared.m, given, **off, how=how, target=target[0] if target else None, position=position
-        )
-        watched.wait(
-            "kl => Math.abs(Number(document.querySelector('#ablate-kl')?.dataset.value) - kl) < 1e-6",
-            expected.kl,
-        )
+        asked = {"how": how, "target": target[0] if target else None, "position": position}
+        expected = effect(prepared.m, given, **off, **asked)
+        watched.near("#ablate-kl", expected.kl, 1e-6)
         ids = [int(one) for one in watched.values("#ablate-table tbody tr", "data-id")]
         for side, logits in (("before", expected.before), ("after", expected.after)):
-            assert watched.values(f"#ablate-table td[data-{side}]", f"data-{side}") == pytest.approx(
-                logits.softmax(-1)[ids].tolist(), abs=1e-6
-            )
+            shares = watched.values(f"#ablate-table td[data-{side}]", f"data-{side}")
+            assert shares == pytest.approx(logits.softmax(-1)[ids].tolist(), abs=1e-6)
     watched.page.click("#ablate-reset")
     watched.page.locator("#ablate-answer", has_text="Everything is on").wait_for()
 
 
-@pytest.mark.ledger("K9")
 def test_cost(live, family):
     watched, prepared, _ = shown(live, family)
     watched.look("cost", "#cost-parameters")
@@ -347,7 +294,6 @@ def test_cost(live, family):
         assert price.memory.weights in watched.values("#cost .cost-memory td")
 
 
-@pytest.mark.ledger("F2")
 def test_compare(live, family):
     watched, prepared, (given, *_) = shown(live, family)
     other = given if family == "vit" else "they speak of the king"
@@ -357,25 +303,16 @@ def test_compare(live, family):
     watched.page.click("#compare-run")
     second = prepare(prepared.m, other)
     wrote = family == "encoder-decoder"
-    p, q = (
-        scores_of(each)[column_of(family, each, wrote and each is second)].double()
-        for each in (prepared, second)
-    )
+    columns = (column_of(family, prepared), column_of(family, second, wrote))
+    p, q = (scores_of(each)[place].double() for each, place in zip((prepared, second), columns))
     kl = float((p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum()) / math.log(2)
-    watched.wait(
-        "kl => Math.abs(Number(document.querySelector('#compare-kl')?.dataset.value) - kl) < 1e-6", kl
-    )
-    assert abs(watched.values("#compare-kl")[0] - kl) < 1e-6
+    watched.near("#compare-kl", kl, 1e-6)
     assert (kl > 1e-6) == (family != "vit")  # the picture is compared with itself
 
 
-@pytest.mark.ledger("F2")
 def test_nothing_was_wrong_and_nothing_left_this_machine(live, family):
     watched, _, _ = shown(live, family)  # the tests before this one have looked at every view
     assert watched.wrong == []
     assert watched.requests
-    assert {
-        address.split("/")[2].split(":")[0]
-        for address in watched.requests
-        if not address.startswith(("data:", "blob:"))
-    } == {"127.0.0.1"}
+    asked = [address for address in watched.requests if not address.startswith(("data:", "blob:"))]
+    assert {address.split("/")[2].split(":")[0] for address in asked} == {"127.0.0.1"}

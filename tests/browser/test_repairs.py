@@ -11,10 +11,10 @@ from clearhead.inside.attention import attention
 from clearhead.inside.attribution import looks, paths
 from clearhead.inside.inputs import prepare
 from clearhead.inside.trace import trace
-from tests.browser.test_export import offline
 from tests.browser.test_numbers import INPUTS, column_of, shown
 from tests.explorer.toys import hostile, serving, toy
 
+pytestmark = pytest.mark.ledger("F2")
 TEXT = "they speak of the king"
 COVERED = """() => {
   const box = (one) => document.querySelector(one).getBoundingClientRect();
@@ -34,9 +34,8 @@ def selected(seen):
     )
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
-def test_one_selection_and_the_address_keeps_it(watched, served):
+def test_one_selection_and_the_address_keeps_it(watched, served, saved, tmp_path):
     """A token chosen anywhere is chosen everywhere; a reload opens on the same text, token, head and view."""
     seen = watched().open(served("decoder").url)
     seen.read(TEXT)
@@ -65,18 +64,12 @@ def test_one_selection_and_the_address_keeps_it(watched, served):
     assert again.page.input_value("#attention-query") == "3"
     again.page.keyboard.press("Escape")
     assert again.page.input_value("#attention-query") == str(len(labels) - 1)
-    with seen.page.expect_download() as waiting:
-        seen.page.click("#export")
-    file = waiting.value.path().with_suffix(".html")
-    waiting.value.save_as(file)
-    saved, _ = offline(watched)
-    saved.open(file.as_uri())
-    saved.page.locator('#attention-head[data-head="1.1"]').wait_for()
-    assert saved.page.input_value("#attention-query") == "3"
-    assert [*seen.wrong, *again.wrong, *saved.wrong] == []
+    file, _ = saved(seen, tmp_path / "page.html")
+    file.page.locator('#attention-head[data-head="1.1"]').wait_for()
+    assert file.page.input_value("#attention-query") == "3"
+    assert [*seen.wrong, *again.wrong, *file.wrong] == []
 
 
-@pytest.mark.ledger("F2")
 def test_small_weights_are_said_as_they_are(live):
     """A weight of a thousandth is no 0 %: chips hold two digits of what `attention` gives."""
     watched, prepared, given = shown(live, "decoder")
@@ -86,9 +79,8 @@ def test_small_weights_are_said_as_they_are(live):
     watched.page.wait_for_selector('#attention-head[data-head="0.0"]')
     row = len(pattern) - 1
     watched.page.select_option("#attention-query", str(row))
-    body = watched.page.evaluate(
-        "clearhead.source.get(`run/${clearhead.store.get('run').run}/attention/self/0`)"
-    )
+    path = "`run/${clearhead.store.get('run').run}/attention/self/0`"
+    body = watched.page.evaluate(f"clearhead.source.get({path})")
     assert body["pattern"]["type"] == "f32"
     said = [float(text.split()[0]) / 100 for text in watched.texts("#attention-large .looks .chip small")]
     assert said == pytest.approx(pattern[row].tolist(), rel=0.06)
@@ -96,7 +88,6 @@ def test_small_weights_are_said_as_they_are(live):
     assert lines == sum(weight > 0.02 for weight in pattern[row].tolist())
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_the_tour_shows_what_it_tells(watched, served):
     """Its head is open while it speaks of it, cross-attention too, and its card covers nothing of it."""
@@ -110,9 +101,8 @@ def test_the_tour_shows_what_it_tells(watched, served):
         if titles[-1] == "Two stacks":
             seen.page.locator('#attention-head[data-head^="cross."]').wait_for()
         if titles[-1] == "Where it looks":
-            head, row, share = re.match(
-                r"In head (\S+), “(.+)” gives ([\d.]+ %)", seen.texts("#tour-words")[0]
-            ).groups()
+            words = seen.texts("#tour-words")[0]
+            head, row, share = re.match(r"In head (\S+), “(.+)” gives ([\d.]+ %)", words).groups()
             seen.page.locator(f'#attention-head[data-head="{head}"]').wait_for()
             seen.page.locator("#attention-row", has_text=row).wait_for()
             assert share in seen.texts("#attention-large .looks small")
@@ -122,20 +112,6 @@ def test_the_tour_shows_what_it_tells(watched, served):
     assert seen.wrong == []
 
 
-@pytest.mark.ledger("F2")
-def test_no_empty_cards(watched):
-    """A model without choices has no view of choices, and a file none that needs the model."""
-    with serving(Opened("vectors", lambda: toy("vectors"))) as served:
-        seen = watched().open(served.url)
-        assert seen.texts("nav a:not([hidden])") == [
-            *("Similarity", "Heads", "Inside a head", "A / B", "Flow", "Cost")
-        ]
-        assert not seen.page.is_visible("#answer")
-        seen.look("attention", "canvas.heat")
-        assert seen.wrong == []
-
-
-@pytest.mark.ledger("F2")
 def test_the_enlarged_head_is_beside_the_numbered_grid(watched, served):
     seen = watched(viewport={"width": 1440, "height": 900}).open(served("decoder").url)
     seen.look("attention", "canvas.heat")
@@ -143,9 +119,8 @@ def test_the_enlarged_head_is_beside_the_numbered_grid(watched, served):
     assert large["x"] >= grid["x"] + grid["width"] and large["y"] < grid["y"] + grid["height"]
     assert seen.texts("#attention-grid thead th")[1:] == ["0", "1", "2"]
     before = seen.page.locator("canvas.heat").bounding_box()["width"]
-    pixel = (
-        "() => document.querySelector('canvas.heat').getContext('2d').getImageData(0, 1, 1, 1).data.join()"
-    )
+    context = "document.querySelector('canvas.heat').getContext('2d')"
+    pixel = f"() => {context}.getImageData(0, 1, 1, 1).data.join()"
     for scale in ("most", "log"):
         was = seen.page.evaluate(pixel)
         seen.page.select_option("#attention-scale", scale)
@@ -154,7 +129,6 @@ def test_the_enlarged_head_is_beside_the_numbered_grid(watched, served):
     assert seen.page.locator("canvas.heat").bounding_box()["width"] > before
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder", "classifier", "tagger", "vit"])
 def test_the_path_adds_up_and_is_what_inside_says(live, family):
     watched, prepared, (given, *target) = shown(live, family)
@@ -162,15 +136,10 @@ def test_the_path_adds_up_and_is_what_inside_says(live, family):
     watched.page.evaluate("place => clearhead.store.set('position', place)", column)
     watched.look("path", "[data-edge]")
     found = paths(prepared.m, given, position=column, target=target[0] if target else None)
-    watched.wait(
-        "logit => Math.abs(Number(document.querySelector('#path-logit')?.dataset.value) - logit) < 1e-5",
-        found.logit,
-    )
+    watched.near("#path-logit", found.logit)
     assert watched.values("#path-total") == pytest.approx([found.logit], abs=1e-4)
     listed = {f"{edge.part}/{edge.reader}/{edge.source}": edge.value for edge in found.strongest(12)}
-    rows = watched.page.eval_on_selector_all(
-        "#path-table tr[data-edge]", "rows => rows.map((row) => row.dataset.edge)"
-    )
+    rows = watched.data("#path-table tr[data-edge]", "edge")
     assert [listed[row] for row in rows] == pytest.approx(watched.values("#path-table td.number"), abs=1e-5)
     gave = watched.values("#input-tokens .chip", "data-gave")
     assert gave == pytest.approx(found.sources.tolist(), abs=1e-5)
@@ -181,9 +150,8 @@ def test_the_path_adds_up_and_is_what_inside_says(live, family):
     assert watched.values("#path-why [data-value]") == pytest.approx([one.value for one in why], abs=1e-4)
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
-def test_one_answer_against_another(watched, served, tmp_path):
+def test_one_answer_against_another(watched, served, offline, tmp_path):
     """The rival is subtracted everywhere; the file of a run shows the same path without a network."""
     m, text = toy("decoder"), INPUTS["decoder"][0]
     seen = watched().open(served("decoder").url)
@@ -192,21 +160,16 @@ def test_one_answer_against_another(watched, served, tmp_path):
     best, second = (int(one) for one in seen.values("#answer-list [data-id]", "data-id")[:2])
     seen.page.locator("#answer-list [data-foil]").first.click()
     found = paths(m, text, best, against=second)
-    seen.wait(
-        "logit => Math.abs(Number(document.querySelector('#path-logit')?.dataset.value) - logit) < 1e-5",
-        found.logit,
-    )
+    seen.near("#path-logit", found.logit)
     seen.wait("foil => location.hash.includes(`foil=${foil}`)", second)
-    saved, tried = offline(watched)
-    saved.open(export(record(m, "decoder", text), tmp_path / "page.html").as_uri())
-    saved.look("path", "[data-edge]")
-    assert saved.values("#path-logit") == pytest.approx([paths(m, text).logit], abs=1e-5)
-    saved.page.locator("#path-table button", has_text="Why?").first.click()
-    saved.page.locator("#path-why h3").wait_for()
-    assert (saved.wrong, tried) == ([], [])
+    file, tried = offline(export(record(m, "decoder", text), tmp_path / "page.html"))
+    file.look("path", "[data-edge]")
+    assert file.values("#path-logit") == pytest.approx([paths(m, text).logit], abs=1e-5)
+    file.page.locator("#path-table button", has_text="Why?").first.click()
+    file.page.locator("#path-why h3").wait_for()
+    assert (file.wrong, tried) == ([], [])
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 def test_inside_a_head_every_stop_is_a_step_of_the_trace(live, family):
     watched, prepared, (given, *target) = shown(live, family)
@@ -219,15 +182,13 @@ def test_inside_a_head_every_stop_is_a_step_of_the_trace(live, family):
     for place, name in ((1, "scores"), (2, "scaled"), (4, "pattern")):
         row = steps[f"{part}.{name}"].value[0, 1, 2]
         listed = [int(one) for one in watched.values("#head-table tr[data-source]", "data-source")]
-        assert watched.values(f"#head-table tr td:nth-of-type({place})") == pytest.approx(
-            row[listed].tolist(), abs=1e-5
-        )
+        column = watched.values(f"#head-table tr td:nth-of-type({place})")
+        assert column == pytest.approx(row[listed].tolist(), abs=1e-5)
     watched.page.locator("#head [data-stop=scale]").click()
     assert watched.page.locator("#head-table tbody tr:first-child .here").count() == 1
     assert watched.texts("#head-words .formula") == [steps[f"{part}.scaled"].formula]
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.slow
 def test_an_unknown_word_and_a_missing_tokenizer_are_said(watched):
     """One plain sentence each: what the tokenizer does not know, and that there is none."""

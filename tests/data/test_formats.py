@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from clearhead.learn.data.examples import Corpus, Images, Labelled, Pair, Question, Tagged
+from clearhead.learn.data.examples import Chunk, Corpus, Images, Labelled, Pair, Question, Tagged
 from clearhead.learn.data.formats import find_source, same_way
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.table import open_data, task_of
@@ -33,7 +33,7 @@ def test_a_file_is_one_document(tmp_path):
     write(tmp_path / ".hidden", "no")
     corpus = everything(tmp_path, "")
     text = text.replace("\r", "")  # lines end with a line feed, wherever they were written
-    assert [tuple(chunk) for chunk in corpus.validation] == [(text, True), ("Other", True)]
+    assert list(corpus.validation) == [Chunk(text, True), Chunk("Other", True)]
     assert task_of(DataPlan(), corpus) == "lm"
     assert task_of(DataPlan(task="mlm"), corpus) == "mlm"
     assert [chunk.text for chunk in everything(tmp_path, "*.txt", lowercase=True).validation] == [
@@ -55,60 +55,6 @@ def test_labels_in_tsv(tmp_path, header):
     assert corpus.labels == ("0", "1")
     said = "2 columns with a header: text from `sentence`, label from `label`"
     assert (said if header else "2 columns without a header: text from `1`, label from `2`") in corpus.notes
-
-
-def test_csv_follows_quotes(tmp_path):
-    write(tmp_path / "x.csv", 'id;stars;text\n1;5;"two\nlines; and ""quotes"""\n2;1;plain\n3;5;more\n')
-    corpus = everything(tmp_path, "x.csv", columns={"label": "stars"})
-    assert corpus.validation == [
-        Labelled('two\nlines; and "quotes"', "5"),
-        Labelled("plain", "1"),
-        Labelled("more", "5"),
-    ]
-
-
-def test_pairs_of_sentences_with_a_label(tmp_path):
-    rows = [
-        {"premise": "It rains.", "hypothesis": "It is wet.", "label": 1},
-        {"premise": "Sun.", "hypothesis": "Rain.", "label": 0},
-    ]
-    write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
-    assert everything(tmp_path, "x.jsonl").validation == [
-        Labelled("It rains.", "1", "It is wet."),
-        Labelled("Sun.", "0", "Rain."),
-    ]
-
-
-def test_columns_without_names(tmp_path):
-    write(tmp_path / "x.tsv", "7\tGo.\tGeh.\n8\tRun!\tLauf!\n9\tStop.\tHalt.\n")
-    assert everything(tmp_path, "x.tsv").validation[0] == Pair("Go.", "Geh.")
-    assert everything(tmp_path, "x.tsv", columns={"source": "3", "target": "2"}).validation[0] == Pair(
-        "Geh.", "Go."
-    )
-
-
-def test_text_in_jsonl_is_a_document_a_line(tmp_path):
-    write(tmp_path / "x.jsonl", '{"text": "One\\n\\ntwo", "id": 1}\n\n{"text": "Three", "id": 2}\n')
-    assert [tuple(chunk) for chunk in everything(tmp_path, "x.jsonl").validation] == [
-        ("One\n\ntwo", True),
-        ("Three", True),
-    ]
-
-
-def test_nested_translations(tmp_path):
-    rows = [{"translation": {"en": f"word {i}", "de": f"Wort {i}"}} for i in range(3)]
-    write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
-    assert everything(tmp_path, "x.jsonl").validation[2] == Pair("word 2", "Wort 2")
-    assert everything(tmp_path, "x.jsonl", columns={"source": "de", "target": "en"}).validation[2] == Pair(
-        "Wort 2", "word 2"
-    )
-
-
-def test_one_side_lowered(tmp_path):
-    write(tmp_path / "x.tsv", "source\ttarget\nAB\tCD\nEF\tGH\n")
-    assert everything(tmp_path, "x.tsv", lowercase="source").validation[0] == Pair("ab", "CD")
-    assert everything(tmp_path, "x.tsv", lowercase="target").validation[0] == Pair("AB", "cd")
-    assert everything(tmp_path, "x.tsv", lowercase=True).validation[0] == Pair("ab", "cd")
 
 
 def test_parallel_files(tmp_path):
@@ -172,19 +118,15 @@ def test_other_two_files_are_not_parallel(tmp_path, first, second):
     assert find_source(DataPlan(paths=paths), paths).format == "text"
 
 
-def test_lines_with_a_pattern(tmp_path):
-    write(tmp_path / "x", "IN: jump twice OUT: J J\nIN: look OUT: L\n")
-    pattern = "IN: (?P<source>.*) OUT: (?P<target>.*)"
-    assert everything(tmp_path, "x", pattern=pattern).validation == [
-        Pair("jump twice", "J J"),
-        Pair("look", "L"),
-    ]
-    named = everything(
-        tmp_path, "x", pattern="IN: (?P<a>.*) OUT: (?P<b>.*)", columns={"source": "b", "target": "a"}
-    )
-    assert named.validation[1] == Pair("L", "look")
-
-
+SENTENCES = [
+    {"premise": "It rains.", "hypothesis": "It is wet.", "label": 1},
+    {"premise": "Sun.", "hypothesis": "Rain.", "label": 0},
+]
+NUMBERED = "7\tGo.\tGeh.\n8\tRun!\tLauf!\n9\tStop.\tHalt.\n"
+TRANSLATED = [{"translation": {"en": f"word {i}", "de": f"Wort {i}"}} for i in range(3)]
+CAPITALS = "source\ttarget\nAB\tCD\nEF\tGH\n"
+COMMANDS, PATTERN = "IN: jump twice OUT: J J\nIN: look OUT: L\n", "IN: (?P<source>.*) OUT: (?P<target>.*)"
+ENTITIES = "-DOCSTART- -X- O\n\nU.N. NNP I-ORG\n# # O\n\n\nPeter NNP B-PER\nleft VBD O\nhome NN O\n"
 CONLLU = """# sent_id = 1
 # text = Don't go
 1-2\tDon't\t_\t_\t_\t_\t_\t_\t_\t_
@@ -195,41 +137,106 @@ CONLLU = """# sent_id = 1
 
 1\tHello\thello\tINTJ\tUH\t_\t0\troot\t_\t_
 """
-
-
-def test_conllu(tmp_path):
-    write(tmp_path / "x.conllu", CONLLU)
-    corpus = everything(tmp_path, "x.conllu")
-    assert corpus.validation == [
-        Tagged(("Do", "n't", "go"), ("AUX", "PART", "VERB")),
-        Tagged(("Hello",), ("INTJ",)),
-    ]
-    assert corpus.labels == ("AUX", "INTJ", "PART", "VERB")
-    other = everything(tmp_path, "x.conllu", columns={"words": "lemma", "tags": "deprel"})
-    assert other.validation[0] == Tagged(("do", "not", "go"), ("aux", "advmod", "root"))
-
-
-def test_conll_with_spaces_and_document_marks(tmp_path):
-    write(
-        tmp_path / "x.txt",
-        "-DOCSTART- -X- O\n\nU.N. NNP I-ORG\n# # O\n\n\nPeter NNP B-PER\nleft VBD O\nhome NN O\n",
-    )
-    corpus = everything(tmp_path, "x.txt", lowercase=True)
-    assert corpus.validation == [
-        Tagged(("u.n.", "#"), ("I-ORG", "O")),
-        Tagged(("peter", "left", "home"), ("B-PER", "O", "O")),
-    ]
-    assert corpus.labels == ("O", "B-PER", "I-ORG")
-    assert everything(tmp_path, "x.txt", columns={"tags": "2"}).validation[0].tags == ("NNP", "#")
-
-
-def test_tags_in_jsonl(tmp_path):
-    write(tmp_path / "x.jsonl", '{"tokens": ["a", "b"], "ner_tags": [0, 3]}\n')
-    assert everything(tmp_path, "x.jsonl").validation == [Tagged(("a", "b"), ("0", "3"))]
-
-
 ANSWERED = Question("Who?", "Ada wrote it.", "Ada", 0)
 UNANSWERED = Question("When?", "Ada wrote it.", "", 0)
+ASKED = {"question": "Who?", "id": "1", "answers": [{"text": "Ada", "answer_start": 0}]}
+IMPOSSIBLE = {"question": "When?", "id": "2", "answers": [], "is_impossible": True}
+SQUAD = {"title": "t", "paragraphs": [{"context": "Ada wrote it.", "qas": [ASKED, IMPOSSIBLE]}]}
+LOWERED = {"question": "Q", "context": "İİ Ada", "answer": "Ada", "answer_start": 3}
+QUESTIONS = "question,context,answer,answer_start"
+
+
+def lines(rows: list[dict]) -> str:
+    return "\n".join(map(json.dumps, rows))
+
+
+# A file, how it is to be read, and the first rows that come out.
+CASES = {
+    "quotes": (
+        *("x.csv", 'id;stars;text\n1;5;"two\nlines; and ""quotes"""\n2;1;plain\n3;5;more\n'),
+        {"columns": {"label": "stars"}},
+        [Labelled('two\nlines; and "quotes"', "5"), Labelled("plain", "1"), Labelled("more", "5")],
+    ),
+    "pairs with a label": (
+        *("x.jsonl", lines(SENTENCES), {}),
+        [Labelled("It rains.", "1", "It is wet."), Labelled("Sun.", "0", "Rain.")],
+    ),
+    "columns without names": ("x.tsv", NUMBERED, {}, [Pair("Go.", "Geh."), Pair("Run!", "Lauf!")]),
+    "columns by number": (
+        "x.tsv",
+        NUMBERED,
+        {"columns": {"source": "3", "target": "2"}},
+        [Pair("Geh.", "Go.")],
+    ),
+    "a document a line": (
+        *("x.jsonl", '{"text": "One\\n\\ntwo", "id": 1}\n\n{"text": "Three", "id": 2}\n', {}),
+        [Chunk("One\n\ntwo", True), Chunk("Three", True)],
+    ),
+    "nested": ("x.jsonl", lines(TRANSLATED), {}, [Pair(f"word {i}", f"Wort {i}") for i in range(3)]),
+    "nested, turned": (
+        *("x.jsonl", lines(TRANSLATED), {"columns": {"source": "de", "target": "en"}}),
+        [Pair(f"Wort {i}", f"word {i}") for i in range(3)],
+    ),
+    "source lowered": ("x.tsv", CAPITALS, {"lowercase": "source"}, [Pair("ab", "CD")]),
+    "target lowered": ("x.tsv", CAPITALS, {"lowercase": "target"}, [Pair("AB", "cd")]),
+    "both lowered": ("x.tsv", CAPITALS, {"lowercase": True}, [Pair("ab", "cd")]),
+    "a pattern": ("x", COMMANDS, {"pattern": PATTERN}, [Pair("jump twice", "J J"), Pair("look", "L")]),
+    "a pattern of other names": (
+        *("x", COMMANDS),
+        {"pattern": "IN: (?P<a>.*) OUT: (?P<b>.*)", "columns": {"source": "b", "target": "a"}},
+        [Pair("J J", "jump twice"), Pair("L", "look")],
+    ),
+    "conllu": (
+        *("x.conllu", CONLLU, {}),
+        [Tagged(("Do", "n't", "go"), ("AUX", "PART", "VERB")), Tagged(("Hello",), ("INTJ",))],
+    ),
+    "conllu, other columns": (
+        *("x.conllu", CONLLU, {"columns": {"words": "lemma", "tags": "deprel"}}),
+        [Tagged(("do", "not", "go"), ("aux", "advmod", "root"))],
+    ),
+    "conll with spaces and marks of documents": (
+        *("x.txt", ENTITIES, {"lowercase": True}),
+        [Tagged(("u.n.", "#"), ("I-ORG", "O")), Tagged(("peter", "left", "home"), ("B-PER", "O", "O"))],
+    ),
+    "conll, other tags": (
+        "x.txt",
+        ENTITIES,
+        {"columns": {"tags": "2"}},
+        [Tagged(("U.N.", "#"), ("NNP", "#"))],
+    ),
+    "tags in jsonl": (
+        *("x.jsonl", '{"tokens": ["a", "b"], "ner_tags": [0, 3]}\n', {}),
+        [Tagged(("a", "b"), ("0", "3"))],
+    ),
+    "a start that a table wrote as a fraction": (
+        *("x.csv", f"{QUESTIONS}\nWho?,Ada wrote it.,Ada,0.0\nWhen?,Ada wrote it.,,\n", {}),
+        [ANSWERED, UNANSWERED],
+    ),
+    "a cell with line ends": (
+        *("x.csv", f'{QUESTIONS}\r\nWho?,"By\r\nAda.\n",Ada,4\r\n', {}),
+        [Question("Who?", "By\r\nAda.\n", "Ada", 4)],
+    ),
+    "squad": ("x.json", json.dumps({"version": "2", "data": [SQUAD]}), {}, [ANSWERED, UNANSWERED]),
+    "a lowered context": (
+        "x.jsonl",
+        json.dumps(LOWERED),
+        {"lowercase": True},
+        [Question("q", "i̇i̇ ada", "ada", 5)],
+    ),
+}
+LABELS = {
+    "conllu": ("AUX", "INTJ", "PART", "VERB"),
+    "conll with spaces and marks of documents": ("O", "B-PER", "I-ORG"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_a_file(name, tmp_path):
+    file, text, settings, rows = CASES[name]
+    (tmp_path / file).write_bytes(text.encode())
+    corpus = everything(tmp_path, file, **settings)
+    assert list(corpus.validation)[: len(rows)] == rows
+    assert name not in LABELS or corpus.labels == LABELS[name]
 
 
 @pytest.mark.parametrize(
@@ -253,43 +260,6 @@ def test_questions(tmp_path, answers):
     corpus = everything(tmp_path, "x.jsonl")
     assert corpus.validation == [ANSWERED, UNANSWERED]
     assert task_of(DataPlan(), corpus) == "answer"
-
-
-def test_a_start_that_a_table_wrote_as_a_fraction(tmp_path):
-    write(
-        tmp_path / "x.csv",
-        "question,context,answer,answer_start\nWho?,Ada wrote it.,Ada,0.0\nWhen?,Ada wrote it.,,\n",
-    )
-    assert everything(tmp_path, "x.csv").validation == [ANSWERED, UNANSWERED]
-
-
-def test_a_cell_of_csv_keeps_its_line_ends(tmp_path):
-    (tmp_path / "x.csv").write_bytes(b'question,context,answer,answer_start\r\nWho?,"By\r\nAda.\n",Ada,4\r\n')
-    assert everything(tmp_path, "x.csv").validation == [Question("Who?", "By\r\nAda.\n", "Ada", 4)]
-
-
-def test_questions_in_the_manner_of_squad(tmp_path):
-    answered = {"question": "Who?", "id": "1", "answers": [{"text": "Ada", "answer_start": 0}]}
-    qas = [answered, {"question": "When?", "id": "2", "answers": [], "is_impossible": True}]
-    write(
-        tmp_path / "x.json",
-        json.dumps(
-            {
-                "version": "2",
-                "data": [{"title": "t", "paragraphs": [{"context": "Ada wrote it.", "qas": qas}]}],
-            }
-        ),
-    )
-    assert everything(tmp_path, "x.json").validation == [ANSWERED, UNANSWERED]
-
-
-def test_lowering_a_context_keeps_the_answer_in_place(tmp_path):
-    write(
-        tmp_path / "x.jsonl",
-        json.dumps({"question": "Q", "context": "İİ Ada", "answer": "Ada", "answer_start": 3}),
-    )
-    (row,) = everything(tmp_path, "x.jsonl", lowercase=True).validation
-    assert row.context[row.start :] == "ada" == row.answer
 
 
 # Pictures ---------------------------------------------------------------------------------------------------

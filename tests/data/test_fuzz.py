@@ -12,66 +12,30 @@ from hypothesis import strategies as st
 from clearhead.errors import ClearheadError
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.table import open_data
+from tests.harness import split
 
-NAMES = [
-    *(
-        "a.txt",
-        "a.tsv",
-        "a.csv",
-        "a.jsonl",
-        "a.json",
-        "a.conll",
-        "a.conllu",
-        "a.unknown",
-        "a.txt.gz",
-        "a.npz",
-        "a.tsv.gz",
-    ),
-    *("c/a.png", "c/a.jpg", "c/a.gif", "train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
-]
-# Pieces that formats are made of, so that random content gets past the first check.
-PIECES = st.sampled_from(
-    [
-        b"\t",
-        b"\n",
-        b"\n\n",
-        b",",
-        b'"',
-        b" ",
-        b"{",
-        b"}",
-        b"[",
-        b"]",
-        b":",
-        b"\r\n",
-        b"\0",
-        b"\xff",
-        b"\xef\xbb\xbf",
-        b"\\ud800",
-        b"1",
-        b"-1e999",
-    ]
-    + [
-        b"text",
-        b"label",
-        b"O",
-        b"B-X",
-        b'{"text": "a", "label": 1}\n',
-        b'{"question": "q", "context": "c", "answer": ',
-        b"# x\n",
-        b"\xc3\xbc",
-    ]
-    + [
-        b"a\tO\n",
-        b"1\ta\t_\tX\t_\t_\t_\t_\t_\t_\n",
-        b"\0\0\x08\x01",
-        b"\0\0\x08\x03",
-        b"\0\0\0\x02",
-        b"PK\x03\x04",
-        b"\x89PNG\r\n\x1a\n",
-        b'{"data": [',
-    ]
+NAMES = split(
+    "a.txt a.tsv a.csv a.jsonl a.json a.conll a.conllu a.unknown a.txt.gz a.npz a.tsv.gz",
+    "c/a.png c/a.jpg c/a.gif train-images-idx3-ubyte train-labels-idx1-ubyte",
 )
+# Pieces that formats are made of, so that random content gets past the first check.
+SIGNS = [b"\t", b"\n", b"\n\n", b",", b'"', b" ", b"{", b"}", b"[", b"]", b":", b"\r\n", b"\0", b"\xff"]
+SIGNS += [
+    b"\xef\xbb\xbf",
+    b"\\ud800",
+    b"1",
+    b"-1e999",
+    b"text",
+    b"label",
+    b"O",
+    b"B-X",
+    b"# x\n",
+    b"\xc3\xbc",
+]
+SIGNS += [b'{"text": "a", "label": 1}\n', b'{"question": "q", "context": "c", "answer": ', b'{"data": [']
+SIGNS += [b"a\tO\n", b"1\ta\t_\tX\t_\t_\t_\t_\t_\t_\n", b"\0\0\x08\x01", b"\0\0\x08\x03", b"\0\0\0\x02"]
+SIGNS += [b"\xc3\xbc", b"PK\x03\x04", b"\x89PNG\r\n\x1a\n"]
+PIECES = st.sampled_from(SIGNS)
 CONTENT = st.one_of(st.binary(max_size=200), st.lists(PIECES, max_size=40).map(b"".join))
 
 

@@ -15,6 +15,7 @@ from clearhead.errors import InputError, MissingExtraError
 from clearhead.learn.data.given import Given, given_or_paths
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.table import open_data
+from tests.harness import split
 
 ROWS = [{"text": f"a rather {'good' if i % 2 else 'bad'} film {i}", "label": str(i % 2)} for i in range(24)]
 TUPLES = [(row["text"], row["label"]) for row in ROWS]
@@ -87,21 +88,7 @@ Row = namedtuple("Row", ["text", "label"])
         *((row for row in ROWS), iter(TUPLES), PandasLike(), PolarsLike(), LazyLike(), ArrowLike()),
         np.array(TUPLES),
     ],
-    ids=[
-        "dicts",
-        "tuple",
-        "tuples",
-        "columns",
-        "lists",
-        "named",
-        "generator",
-        "iterator",
-        "pandas",
-        "polars",
-        "lazy",
-        "arrow",
-        "numpy",
-    ],
+    ids=split("dicts tuple tuples columns lists named generator iterator pandas polars lazy arrow numpy"),
 )
 def test_rows_in_memory_are_the_same_rows(data, tmp_path):
     found = read(data, tmp_path)
@@ -162,13 +149,8 @@ def test_what_is_no_data_is_one_line(data, line, tmp_path):
 
 
 def test_cells_are_written_as_json_has_them(tmp_path):
-    cells = {
-        "text": "x",
-        "a": np.float32(0.5),
-        "b": float("nan"),
-        "c": datetime.date(2024, 1, 2),
-        "d": (1, None),
-    }
+    cells = {"text": "x", "a": np.float32(0.5), "b": float("nan"), "d": (1, None)}
+    cells["c"] = datetime.date(2024, 1, 2)
     given_or_paths([cells, cells]).write(tmp_path)
     first = json.loads((tmp_path / "rows.jsonl").read_text().splitlines()[0])
     assert first == {"text": "x", "a": 0.5, "b": None, "c": "2024-01-02", "d": [1, None]}
@@ -193,9 +175,8 @@ def test_arrow_files_need_pyarrow_and_spreadsheets_are_named(tmp_path):
         import pyarrow.parquet
     except ImportError:
         path.write_bytes(b"PAR1\0")
-        with pytest.raises(
-            MissingExtraError, match=r"x.parquet needs pyarrow: pip install 'clearhead\[arrow\]'"
-        ):
+        line = r"x.parquet needs pyarrow: pip install 'clearhead\[arrow\]'"
+        with pytest.raises(MissingExtraError, match=line):
             open_data(DataPlan(paths=(str(path),)))
         return
     arrow.parquet.write_table(arrow.table(COLUMNS), path)
@@ -206,15 +187,13 @@ def test_arrow_files_need_pyarrow_and_spreadsheets_are_named(tmp_path):
 # Bad rows ---------------------------------------------------------------------------------------------------
 
 GOOD = "".join(f"a rather long film {i},{'ab'[i % 2]}\n" for i in range(12))
+BROKEN = 'not json\n{"text": 5, "label": "1"}\n[1]\n{"text": "x"}\n'
 BAD = {  # a file with bad rows, the line of the first, how many are bad, how many are good
     "x.csv": ("text,label\n" + GOOD + "only one\n,,\nb,c,d\n" + GOOD, "x.csv, line 14 has 1 column", 2, 24),
     "x.tsv": ("text\tlabel\n" + GOOD.replace(",", "\t") + "a\tb\tc\n", "x.tsv, line 14 has 3 columns", 1, 12),
     "x.jsonl": (
-        "".join(json.dumps(row) + "\n" for row in ROWS)
-        + 'not json\n{"text": 5, "label": "1"}\n[1]\n{"text": "x"}\n',
-        "x.jsonl, line 25 is not JSON",
-        4,
-        24,
+        "".join(json.dumps(row) + "\n" for row in ROWS) + BROKEN,
+        *("x.jsonl, line 25 is not JSON", 4, 24),
     ),
     "x.json": (json.dumps([*ROWS, 5, {"text": "x", "label": None}]), "x.json, record 25 holds a int", 2, 24),
     "x.conll": ("a O\nb X\n\n" * 9 + "a O\nb\n\n" + "c O\nd O\n", "x.conll, line 29 has 1 column", 1, 10),

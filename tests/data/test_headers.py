@@ -53,20 +53,17 @@ def test_names_that_say_nothing_are_asked_for(tmp_path):
 
 
 def test_a_name_given_twice_is_an_error(tmp_path):
+    twice = [(text, label, text) for text, label in FILMS]
     with pytest.raises(InputError, match="line 1 names a column twice: text, label, text; rename one"):
-        opened(
-            tmp_path / "x.csv", [("text", "label", "text"), *((text, label, text) for text, label in FILMS)]
-        )
+        opened(tmp_path / "x.csv", [("text", "label", "text"), *twice])
 
 
 @pytest.mark.parametrize("text", ["strange film number x", "an odd one"])
 def test_a_rare_label_in_the_first_row_is_an_example(tmp_path, text):
     corpus = opened(tmp_path / "x.csv", [(text, "odd"), *FILMS])
     assert (corpus.validation[0].text, corpus.validation[0].label) == (text, "odd")
-    assert (
-        "no other row has the label 'odd' of the first: if that is a header, --set data.header=true"
-        in corpus.notes
-    )
+    line = "no other row has the label 'odd' of the first: if that is a header, --set data.header=true"
+    assert line in corpus.notes
 
 
 @pytest.mark.parametrize(
@@ -83,10 +80,8 @@ def test_examples_that_look_like_headers(rows):
 
 def test_whole_numbers_name_the_same_class_however_they_are_written(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\nx,0.0\ny,1.0\nz,1\nw,2.5\n")
-    labels = [0.0, 1.0, 1, 2.5]
-    (tmp_path / "a.jsonl").write_text(
-        "\n".join(json.dumps({"text": text, "label": label}) for text, label in zip("xyzw", labels))
-    )
+    rows = [{"text": text, "label": label} for text, label in zip("xyzw", [0.0, 1.0, 1, 2.5])]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     for name in ("a.csv", "a.jsonl"):
         corpus = open_data(DataPlan(paths=(str(tmp_path / name),)), split=False)
         assert [row.label for row in corpus.validation] == ["0", "1", "1", "2.5"]
@@ -98,10 +93,8 @@ def test_files_with_and_without_the_header(tmp_path, first, names):
     """Also files to validate on; and the columns may be in another order where both files name them."""
     rows = [(str(i), *film)[-len(names) :] for i, film in enumerate(FILMS)]
     with_header, without = ([names, *rows[:40]], rows[40:])
-    for name, lines in (
-        ("a.csv", with_header if first else without),
-        ("b.csv", without if first else with_header),
-    ):
+    files = (with_header, without) if first else (without, with_header)
+    for name, lines in zip(("a.csv", "b.csv"), files):
         with (tmp_path / name).open("w", newline="") as file:
             csv.writer(file).writerows(lines)
     paths = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
@@ -109,19 +102,14 @@ def test_files_with_and_without_the_header(tmp_path, first, names):
     assert sorted((row.text, row.label) for row in together.validation) == sorted(FILMS)
     apart = open_data(DataPlan(paths=(paths[0],), validation=(paths[1],)))
     assert {(row.text, row.label) for row in (*apart.train, *apart.validation)} == set(FILMS)
-    for corpus in (together, apart):
-        assert (
-            f"{'no' if first else 'a'} header in b.csv: columns taken in the order of a.csv" in corpus.notes
-        )
+    line = f"{'no' if first else 'a'} header in b.csv: columns taken in the order of a.csv"
+    assert all(line in corpus.notes for corpus in (together, apart))
 
 
 def test_another_header_is_refused_not_read_as_an_example(tmp_path):
-    (tmp_path / "a.tsv").write_text(
-        "sentence\tlabel\n" + "".join(f"{text}\t{label}\n" for text, label in FILMS)
-    )
-    (tmp_path / "b.tsv").write_text(
-        "film\tverdict\n" + "".join(f"{text}\t{label}\n" for text, label in FILMS)
-    )
+    rows = "".join(f"{text}\t{label}\n" for text, label in FILMS)
+    (tmp_path / "a.tsv").write_text(f"sentence\tlabel\n{rows}")
+    (tmp_path / "b.tsv").write_text(f"film\tverdict\n{rows}")
     with pytest.raises(InputError, match=r"b.tsv: no column 'sentence'; there are film, verdict"):
         open_data(DataPlan(paths=(str(tmp_path / "a.tsv"), str(tmp_path / "b.tsv"))), split=False)
 

@@ -160,24 +160,16 @@ def test_the_fingerprint_follows_content_and_settings(tmp_path):
     (tmp_path / "moved").mkdir()
     (tmp_path / "moved" / "b.tsv").write_bytes(path.read_bytes())
     assert opened(tmp_path / "moved" / "b.tsv").fingerprint in seen, "nor does the name of the file"
-    for change in (
-        {"lowercase": True},
-        {"validation_share": 0.2},
-        {"max_examples": 40},
-        {"columns": {"source": "1", "target": "2"}},
-    ):
+    turned = {"columns": {"source": "1", "target": "2"}}
+    for change in ({"lowercase": True}, {"validation_share": 0.2}, {"max_examples": 40}, turned):
         seen.add(opened(path, **change).fingerprint)
     path.write_text(path.read_text() + "\nmore\t1\n")
     assert len({*seen, opened(path).fingerprint}) == 6
 
 
 def test_the_fingerprint_follows_the_format_and_the_side_of_a_file(tmp_path):
-    for name, text in (
-        ("1.txt", '{"text": "one"}\n'),
-        ("2.txt", "two"),
-        ("3.txt", "three"),
-        ("1.jsonl", '{"text": "one"}\n'),
-    ):
+    row = '{"text": "one"}\n'
+    for name, text in (("1.txt", row), ("2.txt", "two"), ("3.txt", "three"), ("1.jsonl", row)):
         (tmp_path / name).write_text(text)
 
     def named(*names: str) -> tuple[str, ...]:
@@ -220,13 +212,9 @@ def test_a_long_text_is_never_whole_in_memory(tmp_path):
     with (tmp_path / "long.txt").open("wb") as file:
         for _ in range(count // 10_000):
             file.write(line * 10_000)
-    run = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path / "long.txt")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    length, grown = map(int, run.stdout.split())
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "long.txt")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    length, grown = map(int, done.stdout.split())
     assert length == count // 10_000 * 10_000 * len(line)
     assert grown < 100_000_000
 
@@ -267,9 +255,8 @@ def test_near_duplicates_are_on_one_side_and_counted(shape, tmp_path):
     corpus = opened(tmp_path / "x.jsonl", task="embed" if shape == "similar" else None)
 
     def key(row) -> frozenset[str]:
-        own = [
-            getattr(row, name, None) for name in ("text", "pair", "source", "target", "anchor", "positive")
-        ]
+        names = ("text", "pair", "source", "target", "anchor", "positive")
+        own = [getattr(row, name, None) for name in names]
         return frozenset(normal(text) for text in own if text)
 
     train, held = ({key(row) for row in side} for side in (corpus.train, corpus.validation))
@@ -282,8 +269,6 @@ def test_labels_that_may_be_missing_are_said(tmp_path):
     rows = ["good,a film", "bad,a book", "nan,a song", "NA,a play"] * 5
     (tmp_path / "x.csv").write_text("label,text\n" + "".join(f"{row} {n}\n" for n, row in enumerate(rows)))
     corpus = opened(tmp_path / "x.csv")
-    assert (
-        "10 rows with the label NA, nan, taken as a class: remove them if their label is missing"
-        in corpus.notes
-    )
+    line = "10 rows with the label NA, nan, taken as a class: remove them if their label is missing"
+    assert line in corpus.notes
     assert corpus.labels == ("NA", "bad", "good", "nan")

@@ -20,6 +20,7 @@ from clearhead.app.views import page_view as view
 from clearhead.inside.heads import MIXED, head_roles
 from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
 
+pytestmark = pytest.mark.ledger("F2", "K2")
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
 
 
@@ -73,7 +74,6 @@ def test_analyses_of_a_prompt_are_shown_as_their_commands_print_them(server, run
     assert server.ask(f"/inside/run/{run}/analysis/patch")[0] == 400
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_live_views_are_recorded_views(family):
     """Path by path: what the server answers is what a recording holds, and what `view` gives."""
@@ -90,10 +90,8 @@ def test_live_views_are_recorded_views(family):
             kind, _, rest = path.partition("/recorded/")
             if kind != "run" or (rest.startswith("step/") and not rest.endswith(("pattern", "embedding"))):
                 continue
-            got, expected = (
-                timeless(served.json(f"run/{about['run']}/{rest}")),
-                timeless(json.loads(json.dumps(expected))),
-            )
+            got = timeless(served.json(f"run/{about['run']}/{rest}"))
+            expected = timeless(json.loads(json.dumps(expected)))
             if rest.startswith("attention/"):
                 same_heads(got, expected)
             else:
@@ -102,7 +100,6 @@ def test_live_views_are_recorded_views(family):
         assert compared >= 10
 
 
-@pytest.mark.ledger("F2")
 def test_good_answers(server, run):
     m = toy("decoder")
     model = server.json("model")
@@ -110,12 +107,10 @@ def test_good_answers(server, run):
     assert model["other"]["name"] == "vit"
     assert model["parameters"] == sum(weight.numel() for weight in m.model.parameters())
     assert server.json("roles")["ready"]
-    assert server.json("labels?ids=1,2,3")["labels"] == [
-        view(begin(m, [one]), "next")["label"] for one in (1, 2, 3)
-    ]
-    assert server.json("cost?length=20&batch=2&dtype=bfloat16") == json.loads(
-        json.dumps(ch.cost(m.config, 20, 2, "bfloat16").to_dict())
-    )
+    labels = [view(begin(m, [token]), "next")["label"] for token in (1, 2, 3)]
+    assert server.json("labels?ids=1,2,3")["labels"] == labels
+    cost = json.loads(json.dumps(ch.cost(m.config, 20, 2, "bfloat16").to_dict()))
+    assert server.json("cost?length=20&batch=2&dtype=bfloat16") == cost
     longer = server.json(f"run/{run}/extend", {"token": 5})
     assert longer["tokens"]["ids"] == [*begin(m, TEXTS["decoder"]).prepared.tokens.ids, 5]
     off = {"heads": ["0.1"], "layers": [1], "feedforwards": [], "how": "mean", "position": 2}
@@ -189,7 +184,6 @@ BAD = [
 ]
 
 
-@pytest.mark.ledger("F2")
 def test_bad_questions_get_one_line(server, run):
     for path, body, expected, words in BAD:
         status, headers, raw = server.ask(f"/inside/{path.replace('RUN', run)}", body)
@@ -198,13 +192,10 @@ def test_bad_questions_get_one_line(server, run):
         assert words in said, (path, said)
         assert said.strip() and "\n" not in said, (path, said)
         assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
-    assert (
-        server.json(f"run/{run}/next?position=-1")["position"]
-        == len(begin(toy("decoder"), TEXTS["decoder"]).prepared.tokens) - 1
-    )
+    tokens = begin(toy("decoder"), TEXTS["decoder"]).prepared.tokens
+    assert server.json(f"run/{run}/next?position=-1")["position"] == len(tokens) - 1
 
 
-@pytest.mark.ledger("F2")
 @pytest.mark.parametrize("half", ["\ud800", "a\udfffb", "\ude00\ud83d"])
 def test_half_a_surrogate_pair_is_answered(server, half):
     """In a text, a class and the name of a model: the answer is JSON that the page reads."""
@@ -227,7 +218,6 @@ def test_half_a_surrogate_pair_is_answered(server, half):
         assert status == 200, raw
 
 
-@pytest.mark.ledger("F2")
 def test_bodies_that_are_none(server, monkeypatch):
     for raw in (b"", b"{", b"[1]", b"5", b"\xff\xfe", b"[" * 100_000, b'{"text": NaN'):
         status, _, said = server.ask("/inside/run", raw=raw)
@@ -256,7 +246,6 @@ def raw_get(server, target, host=None, method="GET"):
     return found
 
 
-@pytest.mark.ledger("F2")
 def test_only_files_of_the_table(server):
     """Every file of the page is there as it is; nothing beside or above it is."""
     for name, (text, kind) in page_files().items():
@@ -264,37 +253,13 @@ def test_only_files_of_the_table(server):
         assert (status, raw.decode()) == (200, text)
         assert headers["content-type"].startswith(kind)
     ups = (
-        "../app.py",
-        "..%2fapp.py",
-        "%2e%2e/app.py",
-        "%2e%2e%2fapp.py",
-        "..\\app.py",
-        "..%5capp.py",
-        "./main.js/../../app.py",
-        "static/main.js",
+        *("../app.py", "..%2fapp.py", "%2e%2e/app.py", "%2e%2e%2fapp.py", "..\\app.py", "..%5capp.py"),
+        *("./main.js/../../app.py", "static/main.js", "/etc/passwd", "%2fetc%2fpasswd", "etc/passwd"),
+        *("file:///etc/passwd", "main.js%00", "MAIN.JS", ".", "..", "...", "main.js/", "~root"),
+        *("inside/../../app.py", "inside/%2e%2e/%2e%2e/app.py", "__init__.py", "openapi.json"),
+        *("inside/run/r1/../../../app.py", "a" * 5000, "con", "docs"),
     )
-    tries = [f"/{up}" for up in ups] + [
-        "//etc/passwd",
-        "/%2fetc%2fpasswd",
-        "/etc/passwd",
-        "/file:///etc/passwd",
-        "/main.js%00",
-        "/MAIN.JS",
-    ]
-    tries += [
-        "/.",
-        "/..",
-        "/...",
-        "/main.js/",
-        "/inside/../../app.py",
-        "/inside/%2e%2e/%2e%2e/app.py",
-        "/~root",
-        "/__init__.py",
-        "/con",
-        "/docs",
-    ]
-    tries += ["/openapi.json", "/inside/run/r1/../../../app.py", "/" + "a" * 5000]
-    for target in tries:
+    for target in [f"/{up}" for up in ups]:
         status, headers, raw = raw_get(server, target)
         assert status in (307, 400, 404, 405), (target, status)
         assert b"root:" not in raw
@@ -302,27 +267,11 @@ def test_only_files_of_the_table(server):
         assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
 
 
-@pytest.mark.ledger("F2")
 def test_it_answers_to_its_own_names_only(server):
-    good = (
-        "127.0.0.1",
-        "localhost",
-        f"localhost:{server.port}",
-        "[::1]",
-        f"[::1]:{server.port}",
-        "LOCALHOST",
-    )
-    bad = (
-        "evil.example",
-        f"evil.example:{server.port}",
-        "127.0.0.1.evil.example",
-        "localhost.evil.example",
-        "",
-        "0.0.0.0",
-        "127.0.0.2",
-        "[::2]",
-        "a@127.0.0.1",
-    )
+    own = ("127.0.0.1", "localhost", "[::1]", "LOCALHOST")
+    good = (*own, *(f"{name}:{server.port}" for name in own))
+    bad = ("evil.example", f"evil.example:{server.port}", "127.0.0.1.evil.example", "localhost.evil.example")
+    bad += ("", "0.0.0.0", "127.0.0.2", "[::2]", "a@127.0.0.1")
     for host in good:
         assert raw_get(server, "/", host)[0] == 200, host
     for host in bad:
@@ -331,13 +280,10 @@ def test_it_answers_to_its_own_names_only(server):
             assert status in (400, 403), host
             if status == 403:
                 assert headers["content-security-policy"] == HEADERS["Content-Security-Policy"]
-    assert [
-        is_loopback(name)
-        for name in ("127.0.0.1", "localhost", "::1", "127.8.8.8", "0.0.0.0", "192.168.0.3", "example.org")
-    ] == [True] * 4 + [False] * 3
+    assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1", "127.8.8.8")))
+    assert not any(map(is_loopback, ("0.0.0.0", "192.168.0.3", "example.org")))
 
 
-@pytest.mark.ledger("F2")
 def test_headers_are_on_every_answer(server, run, monkeypatch):
     def fails(*_):
         raise ZeroDivisionError("by <b>zero</b>")
@@ -361,7 +307,6 @@ def test_headers_are_on_every_answer(server, run, monkeypatch):
     assert "default-src 'none'" in policy
 
 
-@pytest.mark.ledger("F2")
 def test_old_runs_are_forgotten():
     """The latest ones stay; one that was asked for counts as new."""
     opened = Opened("decoder", lambda: toy("decoder"))
@@ -378,7 +323,6 @@ def test_old_runs_are_forgotten():
         loading.model()
 
 
-@pytest.mark.ledger("K2")
 def test_roles_are_those_of_the_heads():
     """The background names exactly the heads with a clear role; a model that cannot be measured has none."""
     found = head_roles(toy("decoder"))
@@ -394,7 +338,6 @@ def test_roles_are_those_of_the_heads():
     assert "ZeroDivisionError" in broken.models[0].view()["says"]
 
 
-@pytest.mark.ledger("F2")
 def test_images_of_any_kind(server):
     """Grey, with a palette, with transparency: each is read; one of the model's own size stays unchanged."""
     exact = picture(4, 12)

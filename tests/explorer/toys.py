@@ -68,54 +68,31 @@ def _loaded(
     return ch.Model(model, tokenizer, special=found, labels=labels)
 
 
+ENCODER = {"family": "encoder"}
+IMAGE = {"input": "patches", "image_size": (12, 12), "patch_size": 4, "class_token": True}
+CLASSES = {**ENCODER, "head": "classifier", "n_classes": 3}
+# Of each family: the tokenizer's kind and task, the seed, labels, the config.
+TOYS: dict[str, tuple[tuple[str, str] | None, int, tuple[str, ...], dict[str, Any]]] = {
+    "decoder": (("bpe", "lm"), 1, (), {"n_kv_heads": 1}),
+    "encoder": (("bpe", "mlm"), 2, (), {**ENCODER, "head": "mlm", "n_types": 2}),
+    "encoder-decoder": (("unigram", "seq2seq"), 3, (), {"family": "encoder-decoder"}),
+    "classifier": (("bpe", "classify"), 4, ("good", "bad", "neither"), CLASSES),
+    "tagger": (("bpe", "classify"), 9, ("O", "B-PLACE", "I-PLACE"), {**CLASSES, "head": "tagger"}),
+    "vectors": (("bpe", "classify"), 8, (), {**ENCODER, "head": "none"}),
+    "vit": (None, 5, ("cat", "dog", "bird", "fish"), {**CLASSES, **IMAGE, "n_classes": 4}),
+}
+
+
 @functools.cache
 def toy(family: str) -> ch.Model:
     """A scrambled model of two layers with a tokenizer of its own."""
-    if family == "decoder":
-        return _loaded(trained("bpe", "lm"), 1, n_kv_heads=1)
-    if family == "encoder":
-        return _loaded(trained("bpe", "mlm"), 2, family="encoder", head="mlm", n_types=2)
-    if family == "encoder-decoder":
-        tokenizer = trained("unigram", "seq2seq")
-        ids = {"bos": tokenizer.token_to_id("<s>"), "eos": tokenizer.token_to_id("</s>")}
-        return _loaded(tokenizer, 3, {**ids, "decoder_start": ids["bos"]}, family="encoder-decoder")
-    if family == "classifier":
-        return _loaded(
-            trained("bpe", "classify"),
-            4,
-            labels=("good", "bad", "neither"),
-            family="encoder",
-            head="classifier",
-            n_classes=3,
-        )
-    if family == "tagger":
-        return _loaded(
-            trained("bpe", "classify"),
-            9,
-            labels=("O", "B-PLACE", "I-PLACE"),
-            family="encoder",
-            head="tagger",
-            n_classes=3,
-        )
-    if family == "vectors":
-        return _loaded(trained("bpe", "classify"), 8, family="encoder", head="none")
-    assert family == "vit"
-    image = {
-        "input": "patches",
-        "image_size": (12, 12),
-        "patch_size": 4,
-        "n_channels": 3,
-        "class_token": True,
-    }
-    return _loaded(
-        None,
-        5,
-        labels=("cat", "dog", "bird", "fish"),
-        family="encoder",
-        head="classifier",
-        n_classes=4,
-        **image,
-    )
+    kind, seed, labels, config = TOYS[family]
+    tokenizer = None if kind is None else trained(*kind)
+    special = {}
+    if tokenizer is not None and family == "encoder-decoder":
+        special = {"bos": tokenizer.token_to_id("<s>"), "eos": tokenizer.token_to_id("</s>")}
+        special["decoder_start"] = special["bos"]
+    return _loaded(tokenizer, seed, special, labels, **config)
 
 
 @functools.cache
@@ -127,9 +104,7 @@ def hostile(head: str = "lm") -> ch.Model:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("¦"), "removed")
     if head == "lm":
         return _loaded(tokenizer, 6)
-    return _loaded(
-        tokenizer, 7, labels=tuple(HOSTILE), family="encoder", head="classifier", n_classes=len(HOSTILE)
-    )
+    return _loaded(tokenizer, 7, labels=tuple(HOSTILE), **{**CLASSES, "n_classes": len(HOSTILE)})
 
 
 def picture(seed: int = 0, side: int = 20) -> np.ndarray:
@@ -139,15 +114,12 @@ def picture(seed: int = 0, side: int = 20) -> np.ndarray:
 
 def unpacked(body: dict[str, Any]) -> np.ndarray:
     """A packed array, as the page reads it."""
-    raw = base64.b64decode(body["data"])
-    if body["type"] == "f32":
-        return np.frombuffer(raw, np.float32).reshape(body["shape"])
-    if body["type"] == "i32":
-        return np.frombuffer(raw, np.int32).reshape(body["shape"])
-    levels = np.frombuffer(raw, np.uint8).astype(np.float32)
-    return np.asarray(body["low"] + levels * ((body["high"] - body["low"]) / 255), dtype=np.float32).reshape(
-        body["shape"]
-    )
+    kind = {"f32": np.float32, "i32": np.int32}.get(body["type"], np.uint8)
+    values = np.frombuffer(base64.b64decode(body["data"]), kind).reshape(body["shape"])
+    if kind is np.uint8:
+        values = body["low"] + values.astype(np.float32) * ((body["high"] - body["low"]) / 255)
+        return np.asarray(values, dtype=np.float32)
+    return values
 
 
 class Served:
@@ -161,10 +133,8 @@ class Served:
     ) -> tuple[int, dict[str, str], bytes]:
         """Status, headers and bytes of one answer; a body makes it a POST of JSON."""
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
-        sent = {
-            "Content-Type": "application/json",
-            **{name.replace("_", "-"): value for name, value in headers.items()},
-        }
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {"Content-Type": "application/json", **named}
         request = urllib.request.Request(self.url + path, data, sent)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:

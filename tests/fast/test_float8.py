@@ -53,7 +53,7 @@ def test_each_row_is_held_to_four_bits_of_its_values_whatever_its_size():
 def test_a_product_and_its_gradients(M, D, N):
     torch.manual_seed(M)
     x = (torch.randn(M, D) * 10 ** torch.linspace(-3, 3, M)[:, None]).requires_grad_()
-    layer = float8.like(nn.Linear(D, N).to(x.device), float8.Float8Linear)
+    layer = float8.like(nn.Linear(D, N).to(x.device), float8.TrainedLinear, matmul=float8.float8_linear)
     with narrowed():
         y = layer(x.view(1, M, D))
     assert y.shape == (1, M, N) and y.dtype == torch.bfloat16
@@ -111,7 +111,7 @@ def test_routers_and_odd_widths_stay_wide():
     experts = build(**SIZES, n_experts=16, n_active_experts=2, d_expert=16)
     float8.suit(experts)
     kinds = {name.rpartition(".")[2]: type(part) for name, part in experts.named_modules()}
-    assert kinds["router"] is nn.Linear and kinds["up"] is float8.Float8Linear
+    assert kinds["router"] is nn.Linear and kinds["up"] is float8.TrainedLinear
     odd = build(**{**SIZES, "d_ff": 72})
     done, layers = float8.suit(odd)
     assert (done, layers) == (8, 12)

@@ -1,5 +1,7 @@
 """The step compiled from C computes what the model computes, for every option that it knows."""
 
+import gc
+
 import pytest
 import torch
 
@@ -7,10 +9,12 @@ import clearhead as ch
 from clearhead.core.cache import Cache
 from clearhead.core.stack import Stack
 from clearhead.run.generate.beam import beam_search
-from clearhead.run.generate.decode import Prompts, cache_for, greedy
+from clearhead.run.generate.decode import cache_for, greedy
 from clearhead.run.generate.request import Request
+from clearhead.run.generate.sequence import Prompts
 from clearhead.run.kernels import library, native
 from clearhead.run.kernels.native import NativeBlock, NativeLinear
+from clearhead.run.kernels.native_model import NativeModel
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.kernels.training import suit_narrow
 from clearhead.variants.caches import WindowCache
@@ -89,6 +93,39 @@ def test_every_step_equals_the_models(name, rows):
                 answers = [one(token, cache=cache).logits[:, -1] for one, cache in zip((model, fast), caches)]
 
 
+OF_PLAIN_STEPS = [name for name in CONFIGS if name not in ("ALiBi", "relative", "window", "window and full")]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_of_rows_without_padding_keep_their_description(name, monkeypatch):
+    """One for all steps of a cache, until its keys lie elsewhere; it goes with the cache."""
+    gc.freeze()  # so that what is sought for below is quickly looked through
+    model, described = drawn(CONFIGS[name]), []
+    fast, config, right = prepared(model), model.config, NativeModel._described
+    monkeypatch.setattr(NativeModel, "_described", lambda *of: described.append(found := right(*of)) or found)
+    ids, caches = torch.randint(config.vocab_size, (3, 16)), [Cache(12), Cache(12)]
+    more = {"source": torch.randint(config.vocab_size, (3, 5))} if config.family == "encoder-decoder" else {}
+    with torch.inference_mode():
+        for one, cache in zip((model, fast), caches):
+            one(ids[:, :4], **more, cache=cache)
+        for place in range(4, 16):  # past the room of the caches
+            if place == 7:
+                ids = ids[[2, 0, 0]]
+                for cache in caches:
+                    cache.reorder(torch.tensor([2, 0, 0]))
+            if place == 9:
+                for cache in caches:
+                    cache.crop(8)
+            token = ids[:, place, None]
+            expected, found = (one(token, cache=cache).logits for one, cache in zip((model, fast), caches))
+            assert (expected - found).abs().max() <= 1e-5
+    assert len([step for step in described if step]) == (3 if name in OF_PLAIN_STEPS else 0)
+    assert len(fast.kept) == (name in OF_PLAIN_STEPS)
+    del caches, cache
+    gc.collect()
+    assert not fast.kept
+
+
 def test_the_compiled_step_is_the_one_that_runs(monkeypatch):
     """A planted fault in it is seen: each step but those that make room goes through it."""
     model, calls = drawn(CONFIGS["GPT-2"]), []
@@ -104,7 +141,7 @@ def test_the_compiled_step_is_the_one_that_runs(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: Counted())
     fast = prepared(model)
     greedy(fast, torch.randint(61, (2, 4)), 9)
-    assert [count for _, count in calls] == [len(fast.main.blocks)] * 8
+    assert [count for _, count, _ in calls] == [len(fast.main.blocks)] * 8
 
 
 def test_beams_share_the_keys_of_one_source():
@@ -129,7 +166,7 @@ def test_sources_of_like_length_are_read_together(positions, left, monkeypatch):
     right = Stack.forward
 
     def counted(self, inputs, *given, **named):
-        calls.append(inputs.shape)
+        calls.append(inputs.ids.shape)
         return right(self, inputs, *given, **named)
 
     monkeypatch.setattr(Stack, "forward", counted)
@@ -141,16 +178,6 @@ def test_sources_of_like_length_are_read_together(positions, left, monkeypatch):
     assert (found.memory - expected.memory)[mask].abs().max() <= 1e-5
     read = sum(rows * length for rows, length in calls) - len(ids)  # the decoder reads one token of each
     assert read == mask.numel() if left else read <= 0.9 * mask.numel()
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 33, 48, 49])
-@pytest.mark.parametrize(("width", "out"), [(16, 8), (7, 5), (129, 33), (300, 1), (64, 2)])
-def test_a_product_of_a_few_rows(rows, width, out):
-    torch.manual_seed(0)
-    layer, x = torch.nn.Linear(width, out).double(), torch.randn(rows, width, dtype=torch.float64)
-    with torch.inference_mode():
-        found = NativeLinear(layer.float())(x.float())
-        assert (found.double() - layer.double()(x)).abs().max() <= 2e-6 * width**0.5
 
 
 @pytest.mark.parametrize(("width", "out"), [(16, 64), (7, 65), (129, 70), (513, 76), (1030, 132)])

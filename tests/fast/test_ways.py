@@ -25,7 +25,7 @@ WAYS = {name: (library.allowed(name), name != "plain") for name in library.limit
 WAYS["plain loops"] = ("-march=native", "-DPLAIN"), True
 if "fma" in FUSED:
     WAYS["AVX-512 without VNNI"] = ("-march=native", "-mno-avx512vnni"), True
-WIDTHS = [(5, 33), (64, 172), (9, 64), (36, 96), (67, 320)]
+WIDTHS = [(1, 300), (5, 33), (64, 172), (9, 64), (36, 96), (67, 320)]
 
 
 @pytest.fixture(params=WAYS)

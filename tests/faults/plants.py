@@ -110,20 +110,20 @@ def misses_itself_in_a_cache(monkeypatch):
 @code
 def cache_order(monkeypatch):
     """New keys stand before the old ones, new values after them."""
-    right = cache.GrowingKeys.update
+    right = cache.LayerKeys.update
 
     def update(self, k, v):
         new = k.shape[2]
         k, v = right(self, k, v)
         return k.roll(new, 2), v
 
-    monkeypatch.setattr(cache.GrowingKeys, "update", update)
+    monkeypatch.setattr(cache.LayerKeys, "update", update)
 
 
 @code
 def cache_rows(monkeypatch):
     """Beams change places; their keys do, their values do not."""
-    monkeypatch.setattr(cache.GrowingKeys, "reorder", lambda self, rows: setattr(self, "k", self.k[rows]))
+    monkeypatch.setattr(cache.LayerKeys, "reorder", lambda self, rows: setattr(self, "k", self.k[rows]))
 
 
 @code

@@ -10,43 +10,24 @@ from clearhead.run.kernels.library import library
 from tests.faults import lengths
 from tests.faults.plants import PLANTS
 from tests.harness import build
+from tests.test_checks import LLAMA
 
 assert lengths  # which adds to the plants
 
-LLAMA = {
-    "positions": "rope",
-    "n_kv_heads": 2,
-    "norm": "rmsnorm",
-    "bias": False,
-    "activation": "silu",
-    "gated": True,
-    "tie_embeddings": False,
-}
 WINDOWED = {**LLAMA, "n_layers": 2, "window": (4, None)}
-T5 = {
-    "family": "encoder-decoder",
-    "positions": "relative",
-    "attention_scale": 1.0,
-    "norm": "rmsnorm",
-    "bias": False,
-    "activation": "relu",
-}
+T5 = {"family": "encoder-decoder", "positions": "relative", "attention_scale": 1.0, "norm": "rmsnorm"}
+T5 |= {"bias": False, "activation": "relu"}
 BUCKETS = {"relative_buckets": 8, "relative_max_distance": 16}
 BART = {"family": "encoder-decoder", "position_offset": 2}
-LONGROPE = ch.RopeScaling(
-    kind="longrope", short_factor=(1.0, 1.5), long_factor=(2.0, 3.0), original_positions=16
-)
+FACTORS = {"short_factor": (1.0, 1.5), "long_factor": (2.0, 3.0)}
+LONGROPE = ch.RopeScaling(kind="longrope", original_positions=16, **FACTORS)
 DYNAMIC = ch.RopeScaling(kind="dynamic", factor=2.0, original_positions=16)
 CLASSIFIER = {"family": "encoder", "head": "classifier", "n_classes": 3, "pooling": "mean"}
 
 LONG, FAR, PROMPTED = "model = formula (long)", "model = formula (far)", "cached = formula (long)"
 SWITCH = "cached = formula (switch)"
-SHORT = {
-    "model = formula",
-    "model = formula (lively)",
-    "model = formula (quiet)",
-    "cached = formula (lively)",
-}
+SHORT = {"model = formula", "model = formula (lively)", "model = formula (quiet)"}
+SHORT |= {"cached = formula (lively)"}
 CODE = SHORT | {LONG, FAR, PROMPTED}
 CACHED = {"cached = formula (lively)", PROMPTED}
 PADDED = {f"padded = unpadded ({side})" for side in ("left", "right", "gaps")}
@@ -57,6 +38,7 @@ GROWING, RING, FIXED = (
 STREAMED = {"streamed = kept"}
 CROPPED = {"cached = recomputed (cropped)"}
 NEW = {"saved = loaded", "resumed = uninterrupted"}  # rows that build the model anew
+DROPPED = {"saved = loaded", "accumulated = whole", "pruned = masked"}
 NOTHING_RANDOM = {"repeated = once", "fused = eager", "batched = alone", "past = whole", "fast copy = model"}
 
 CASES: dict[str, tuple[dict, set[str]]] = {
@@ -72,16 +54,7 @@ CASES: dict[str, tuple[dict, set[str]]] = {
     "untied_copy": ({}, CODE - {"model = formula", LONG, FAR} | {"built = config"}),
     "tied": ({"tie_embeddings": False}, NEW | {"built = config"}),
     "untied_when_loaded": ({}, {"built = config", "resumed = uninterrupted"}),
-    "dropout": (
-        {},
-        CODE
-        | NOTHING_RANDOM
-        | PADDED
-        | GROWING
-        | FIXED
-        | CROPPED
-        | {"saved = loaded", "accumulated = whole", "pruned = masked"},
-    ),
+    "dropout": ({}, CODE | NOTHING_RANDOM | PADDED | GROWING | FIXED | CROPPED | DROPPED),
     "head_repeat": (LLAMA, CODE | {"pruned = masked"}),
     # others of the model
     "activation": ({}, CODE),

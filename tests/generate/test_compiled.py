@@ -11,11 +11,11 @@ import clearhead as ch
 from clearhead.core.attention import fused
 from clearhead.core.norms import RMSNorm
 from clearhead.core.positions import Rotary, rotate
-from clearhead.run.generate.decode import Ends, Prompts, decode, length_buckets
-from clearhead.run.generate.engine import decode_compiled
+from clearhead.run.generate.decode import decode, length_buckets
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.steps import Steps, rows_bucket, slots_bucket
-from clearhead.run.kernels.fixed_cache import HeadConfig
+from clearhead.run.generate.sequence import Ends, Prompts
+from clearhead.run.generate.steps import Steps
+from clearhead.run.kernels.fixed_cache import HeadConfig, MatmulConfig
 from clearhead.run.kernels.kernels import step_attend, step_linear
 from clearhead.run.kernels.prepare import StepBlock, prepared
 
@@ -30,6 +30,7 @@ SHAPES = {
     "gemma2": LLAMA.replace(
         norm_position="sandwich", norm_unit_offset=True, attention_softcap=20.0, window=(4, None)
     ),
+    "states": LLAMA.replace(attention="linear"),
     "t5": BOTH.replace(positions="relative", norm="rmsnorm", bias=False),
     "bart": BOTH.replace(norm_position="post", embedding_norm=True, final_norm=False),
 }
@@ -77,11 +78,11 @@ def test_the_compiled_step_gives_the_same_tokens(name):
         plain = decode(model, request, given)
         # One row ends early, another later, perhaps one never.
         ends = Ends(frozenset([plain[0].ids[5], plain[1].ids[18]]))
-        same(decode_compiled(model, request, given, ends, steps=steps), decode(model, request, given, ends))
+        same(decode(model, request, given, ends, steps=steps), decode(model, request, given, ends))
     assert len(steps.made) == 1 and steps.unfit is None
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", ["llama", "states", "t5"])
 def test_prompts_of_like_length_are_read_together(name, monkeypatch):
     monkeypatch.setattr("clearhead.run.generate.decode.TOGETHER", 16)
     assert length_buckets([3, 9, 6, 2, 9, 1]) == [[1, 4], [0, 2, 3], [5]]
@@ -89,7 +90,7 @@ def test_prompts_of_like_length_are_read_together(name, monkeypatch):
     steps = Steps(model, backend="eager")
     for options in ({}, {**DRAWN, "logprobs": True}):
         same(
-            decode_compiled(model, asking(9, **options), given, steps=steps),
+            decode(model, asking(9, **options), given, steps=steps),
             decode(model, asking(9, **options), given),
         )
 
@@ -105,7 +106,7 @@ def test_blocks_made_of_kernels_give_the_same_tokens(config):
     for lengths in ((5,), (3, 9, 6)):
         for options in ({}, DRAWN):
             request, given = asking(30, **options), prompts_of(config, lengths, seeds=range(len(lengths)))
-            same(decode_compiled(model, request, given, steps=steps), decode(plain, request, given))
+            same(decode(model, request, given, steps=steps), decode(plain, request, given))
     assert len(steps.made) == 2
 
 
@@ -119,7 +120,7 @@ def test_the_formulas_of_the_kernels_are_those_of_the_model():
     )
     torch.nn.init.normal_(norm.weight)
     pre, up = (norm(x) @ weight.T).chunk(2, dim=-1)
-    ours = step_linear(x, weight, None, norm.weight.detach(), 1e-5, True, "silu", added)
+    ours = step_linear(x, weight, MatmulConfig(None, norm.weight.detach(), 1e-5, True, "silu", added))
     torch.testing.assert_close(ours, torch.nn.functional.silu(pre) * up + added)
 
     keys, values, angles = torch.randn(3, 2, 16, 8), torch.randn(3, 2, 16, 8), torch.randn(3, 1, 1, 8)
@@ -146,14 +147,9 @@ def test_twenty_lengths_need_three_steps_at_most():
     counters.clear()
     for length in range(4, 1904, 95):
         request, given = asking(20), prompts_of(config, (length,))
-        same(decode_compiled(model, request, given, steps=steps), decode(model, request, given))
+        same(decode(model, request, given, steps=steps), decode(model, request, given))
     assert len(steps.made) <= 3
     assert counters["stats"]["unique_graphs"] <= 3
-
-
-def test_sizes_go_by_buckets():
-    assert [rows_bucket(rows) for rows in (1, 2, 3, 5, 8, 9, 31, 33)] == [1, 2, 4, 8, 8, 16, 32, 40]
-    assert [slots_bucket(slots) for slots in (1, 512, 513, 3000)] == [512, 512, 1024, 4096]
 
 
 def test_rows_that_end_at_once_or_late_by_time():
@@ -163,8 +159,8 @@ def test_rows_that_end_at_once_or_late_by_time():
     ends = Ends(frozenset([first[0].ids[0], first[2].ids[0]]))
     for options in ({}, DRAWN):
         request = asking(12, **options)
-        same(decode_compiled(model, request, given, ends, steps=steps), decode(model, request, given, ends))
-    late = decode_compiled(model, asking(300), given, Ends(deadline=0.0), steps=steps)
+        same(decode(model, request, given, ends, steps=steps), decode(model, request, given, ends))
+    late = decode(model, asking(300), given, Ends(deadline=0.0), steps=steps)
     assert [(len(row.ids), row.stop_reason) for row in late] == [(1, "time")] * 3
 
 
@@ -173,11 +169,13 @@ def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning():
         model, given = built(config), prompts_of(config)
         steps = Steps(model, backend=backend)
         with pytest.warns(RuntimeWarning, match="runs uncompiled"):
-            same(decode_compiled(model, asking(4), given, steps=steps), decode(model, asking(4), given))
+            same(decode(model, asking(4), given, steps=steps), decode(model, asking(4), given))
+        with pytest.warns(RuntimeWarning, match="runs uncompiled"):  # also where a cache is gone on with
+            decode(model, asking(4), prompts_of(config, (3,)), cache=ch.Cache(), steps=steps)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             # Nobody asked for compilation, so nothing is said.
-            decode_compiled(model, Request(max_new_tokens=4), given, steps=steps)
+            decode(model, Request(max_new_tokens=4), given, steps=steps)
 
 
 @pytest.mark.cpu
@@ -189,7 +187,7 @@ def test_many_models_are_compiled_in_one_process():
 
     def compare():
         for model, steps in zip(models, all_steps):
-            same(decode_compiled(model, asking(4), given, steps=steps), decode(model, asking(4), given))
+            same(decode(model, asking(4), given, steps=steps), decode(model, asking(4), given))
 
     with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -235,10 +233,10 @@ def test_a_compiled_step_that_is_made_to_run_uncompiled():
     model, given = built(DECODER), prompts_of(DECODER, seeds=[3, 4, 5])
     steps = Steps(model, backend="eager")
     greedy, drawing = asking(40), asking(40, **DRAWN)
-    decode_compiled(model, greedy, given, steps=steps)
+    decode(model, greedy, given, steps=steps)
     with torch.compiler.set_stance("force_eager"):
-        found = decode_compiled(model, greedy, given, steps=steps)
-        drawn = decode_compiled(model, drawing, given, steps=steps)
+        found = decode(model, greedy, given, steps=steps)
+        drawn = decode(model, drawing, given, steps=steps)
     same(found, decode(model, greedy, given))
     same(drawn, decode(model, drawing, given))
 
@@ -273,8 +271,8 @@ def test_logits_that_are_not_numbers_end_a_compiled_run():
     config = LLAMA.replace(tie_embeddings=False)
     model = built(config)
     steps, prompts = Steps(model, backend="eager"), prompts_of(config, (3,))
-    said = decode_compiled(model, asking(20), prompts, steps=steps)[0].ids[0]
+    said = decode(model, asking(20), prompts, steps=steps)[0].ids[0]
     assert said not in prompts.ids[0]  # so that the prompt is read well, and the first token is not
     model.decoder.embedding.front.tokens.weight.data[said] = float("nan")
     with pytest.raises(ch.InputError, match="logits are not numbers"):
-        decode_compiled(model, asking(20), prompts, steps=steps)
+        decode(model, asking(20), prompts, steps=steps)

@@ -10,19 +10,12 @@ import torch
 from torch import Tensor
 
 import clearhead as ch
-from clearhead.run.generate.decode import (
-    LENGTH_ALONE,
-    PREFILL_CHUNK,
-    Continuation,
-    Ends,
-    Prompts,
-    cache_for,
-    decode,
-    greedy,
-)
+from clearhead.core.embedding import Embedding
+from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for, decode, greedy
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sampling import Dice, adjust, distribution, draw
-from tests.harness import scramble
+from clearhead.run.generate.sequence import LENGTH_ALONE, Ends, Prompts, Sequence
+from tests.harness import build, scramble
 
 V = 64
 TINY = {"vocab_size": V, "d_model": 32, "n_layers": 2, "n_heads": 4, "d_ff": 48, "max_positions": 128}
@@ -38,19 +31,12 @@ SHAPES = {
         "attention_softcap": 20.0,
         "logit_softcap": 10.0,
     },
-    "t5": {
-        "family": "encoder-decoder",
-        "positions": "relative",
-        "norm": "rmsnorm",
-        "attention_scale": 1.0,
-        "bias": False,
-    },
+    "t5": dict(
+        family="encoder-decoder", positions="relative", norm="rmsnorm", attention_scale=1.0, bias=False
+    ),
     "bart": {"family": "encoder-decoder", "positions": "learned", "norm_position": "post"},
 }
-WAYS = {
-    "greedy": Request(),
-    "sampled": Request(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1),
-}
+WAYS = dict(greedy=Request(), sampled=Request(temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.1))
 LENGTHS = (1, 2, 5, 13, 27, 40)
 START, STOP = 3, 17
 
@@ -67,7 +53,7 @@ def prompts_of(lengths=LENGTHS) -> list[list[int]]:
     return [torch.randint(V, (length,), generator=generator).tolist() for length in lengths]
 
 
-def decoded(model, prompts, count, ends=LENGTH_ALONE, cache=None, step=None, **options) -> list[Continuation]:
+def decoded(model, prompts, count, ends=LENGTH_ALONE, cache=None, step=None, **options) -> list[Sequence]:
     """`decode`, by what its request and prompts are made of."""
     return decode(model, Request(max_new_tokens=count, **options), Prompts(prompts), ends, cache, step)
 
@@ -76,7 +62,7 @@ def recomputed(
     model: ch.Transformer, prompt: list[int], count: int, sampling: Request, seed: int
 ) -> list[int]:
     """One row, without a cache: the whole row through the model for every token."""
-    dice = Dice([seed])
+    dice = Dice(seed)
     both = model.encoder is not None
     fed = [START] if both else prompt
     more = {"source": torch.tensor([prompt])} if both else {}
@@ -85,9 +71,8 @@ def recomputed(
         with torch.no_grad():
             logits = model(torch.tensor([fed + ids]), **more).logits[:, -1]
         adjusted = adjust(logits, sampling, [fed + ids], [len(fed)])
-        token = int(
-            draw(distribution(adjusted, sampling), dice.roll([0]) if sampling.temperature else torch.zeros(1))
-        )
+        uniform = torch.tensor([dice.roll() if sampling.temperature else 0.0], dtype=torch.float64)
+        token = int(draw(distribution(adjusted, sampling), uniform))
         if token == STOP:
             break
         ids.append(token)
@@ -268,13 +253,13 @@ class Counting:
     """Counts the tokens that go through a model."""
 
     def __init__(self, monkeypatch) -> None:
-        self.tokens, forward = 0, ch.Transformer.forward
+        self.tokens, forward = 0, Embedding.forward
 
-        def counted(model, ids, *args, **more):
+        def counted(embedding, ids, *args, **more):
             self.tokens += ids.shape[1]
-            return forward(model, ids, *args, **more)
+            return forward(embedding, ids, *args, **more)
 
-        monkeypatch.setattr(ch.Transformer, "forward", counted)
+        monkeypatch.setattr(Embedding, "forward", counted)
 
     def of(self, call) -> int:
         before = self.tokens
@@ -327,12 +312,6 @@ def test_what_was_read_is_forgotten_when_weights_change(monkeypatch):
     ):
         with pytest.raises(ch.InputError, match="one prompt of a decoder"):
             bad()
-
-
-def test_rows_have_what_was_asked_for():
-    row = decoded(model_of("gpt2"), [[1, 2]], 5, alternatives=2)[0]
-    assert isinstance(row, Continuation)
-    assert row.steps == len(row.ids) == len(row.logprobs) == len(row.alternatives) == 5
 
 
 def test_a_limit_beyond_all_memory_reserves_none_of_it():
@@ -418,3 +397,75 @@ def test_a_rotary_model_past_its_training_is_warned_of_once():
             m.generate(prompts_of((126,))[0], 6)
         m.generate([1, 2], 6)
     assert [str(one.message)[:40] for one in said] == ["texts passed the 128 tokens of the model"]
+
+
+# Generation with every kind of attention -------------------------------------------------------------------
+
+
+KINDS = [
+    "window(3, sinks=1)",
+    "dilated(2, 2)",
+    "strided(3)",
+    "blocks(2, 1, 1, 0, 1)",
+    "linear",
+    "linear(favor, 16)",
+    ("full", "gated-delta"),
+]
+
+
+def plainly(model: ch.Transformer, prompt: list[int], new: int) -> list[int]:
+    """The best token after the whole text, again and again."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(new):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.cpu
+@pytest.mark.ledger("J1", "J2", "M1")
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+def test_tokens_are_those_of_plain_passes(attention):
+    m = ch.Model(build(attention=attention, positions="rope", max_positions=64))
+    first, second = [1, 2, 3], [4, 5, 6, 7, 8]
+    expected = plainly(m.model, first, 12)
+    assert m.generate(first, 12).ids == expected
+    assert [row.ids for row in m.generate([first, second], 12)] == [expected, plainly(m.model, second, 12)]
+    m.generate([1, 2, 3, 5], 4, reuse=True)
+    assert m.generate(first, 12, reuse=True).ids == expected
+    assert m.generate(first, 12, num_beams=1).ids == expected
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("attention", KINDS, ids=str)
+def test_beams_are_those_of_every_continuation(attention):
+    """As many beams as continuations of two tokens: the best of all of them is found."""
+    m = ch.Model(build(attention=attention, positions="rope", vocab_size=5))
+    found = m.generate([1, 2, 3], 3, num_beams=25).ids
+    scores = {}
+    with torch.no_grad():
+        for a in range(5):
+            for b in range(5):
+                logits = m.model(torch.tensor([[1, 2, 3, a, b]])).logits[0].log_softmax(-1)
+                for c in range(5):
+                    scores[a, b, c] = float(logits[2, a] + logits[3, b] + logits[4, c])
+    assert tuple(found) == max(scores, key=scores.get)
+
+
+@pytest.mark.cpu
+def test_speculation_over_a_state_is_refused():
+    m = ch.Model(build(attention=("full", "linear")))
+    with pytest.raises(ch.InputError, match="cannot take a rejected token back"):
+        m.generate([1, 2, 3], 4, lookup=2)
+    with pytest.raises(ch.InputError, match="cannot take a rejected token back"):
+        ch.Model(build()).generate([1, 2, 3], 4, draft=m)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("attention", ["linear", ("full", "gated-delta")], ids=str)
+def test_pairs_of_tokens_are_refused_where_a_layer_has_no_scores_of_them(attention):
+    model, ids = build(attention=attention), torch.tensor([[1, 2, 3]])
+    kind = "linear" if attention == "linear" else "gated-delta"
+    for name, given in (("bias", torch.zeros(1, 1, 3, 3)), ("prefix", torch.tensor([2]))):
+        with pytest.raises(ch.InputError, match=f"{name} speaks of pairs of tokens, and attention {kind}"):
+            model(ids, **{name: given})

@@ -80,7 +80,8 @@ def test_at_threshold_one_nothing_changes(name):
     m = ch.Model(deep(**CASES[name]))
     plain = m.generate(PROMPT, 10, logprobs=True)
     whole = m.generate(PROMPT, 10, logprobs=True, early_exit=1.0)
-    assert (whole.ids, whole.logprobs) == (plain.ids, plain.logprobs)
+    assert whole.ids == plain.ids
+    assert whole.logprobs == pytest.approx(plain.logprobs, abs=2e-6)  # the layers run one by one
     assert whole.layers == [4] * len(whole.ids)
     assert plain.layers is None
 

@@ -143,12 +143,7 @@ def test_numbers_of_a_schema_are_kept_to_the_last_digit_or_refused(m, place):
     for seed in range(120):
         schema, rules = numeric(random.Random(seed))
         defs = {"$defs": schema.pop("$defs")} if "$defs" in schema else {}
-        wrapped = {
-            "type": "object",
-            "properties": {"a": schema},
-            "required": ["a"],
-            "additionalProperties": False,
-        }
+        wrapped = dict(type="object", properties={"a": schema}, required=["a"], additionalProperties=False)
         given = (schema if place == "alone" else wrapped) | defs
         try:
             made = m.generate("x", 50, json_schema=given, temperature=1.0, seed=seed)
@@ -187,13 +182,7 @@ def test_a_number_that_cannot_be_kept_is_refused_by_name(m, schema, named):
 def test_integers_of_64_bits_are_taken(m):
     """The bounds of every generator of schemas; a remark may hold any number."""
     for low, high in ((-(2**63), 2**63 - 1), (0, 2**64 - 1), (-(2**53), 2**53)):
-        schema = {
-            "type": "integer",
-            "minimum": low,
-            "maximum": high,
-            "default": 10**40,
-            "examples": [2**60 + 1],
-        }
+        schema = dict(type="integer", minimum=low, maximum=high, default=10**40, examples=[2**60 + 1])
         made = m.generate("x", 40, json_schema=schema, temperature=1.0, seed=3)
         assert made.stop_reason == "length" or low <= int(made.text) <= high
     for value in (2**53, -(2**53), 10**15 + 1, 123_000_000_000_000_000_000):

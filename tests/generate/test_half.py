@@ -13,12 +13,7 @@ import clearhead as ch
 from clearhead.inside.checks.rows import TOLERANCE
 from tests.generate.test_decode import SHAPES, START, STOP, model_of, prompts_of
 
-WAYS = {
-    "plain": {},
-    "lookup": {"lookup": 4},
-    "compiled": {"compile": True},
-    "beams": {"num_beams": 3},
-}
+WAYS = dict(plain={}, lookup={"lookup": 4}, compiled={"compile": True}, beams={"num_beams": 3})
 COUNT = 16
 
 

@@ -20,14 +20,11 @@ COUNT = int(os.environ.get("CLEARHEAD_OWN_CONFIGS", "4"))  # of each model; 40 t
 ENDS = {"eos_token_id": EOS, "pad_token_id": 1, "bos_token_id": 0}
 SIZE = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
-TWO = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
-FULL = {
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
+BOTH = {
+    **{"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64, **ENDS},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": VOCABULARY},
+    **{"encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "decoder_start_token_id": START},
 }
-BOTH = {**TWO, **FULL, "vocab_size": VOCABULARY, "decoder_start_token_id": START, **ENDS}
 T5 = {"vocab_size": VOCABULARY, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
 MODELS = {
     "gpt2": (
@@ -160,12 +157,7 @@ def test_without_the_file_config_json_has_the_rules(tmp_path):
     reference = seq2seq.reference(kind, config, tmp_path / "model", 1)
     (tmp_path / "model" / "generation_config.json").unlink()
     path = tmp_path / "model" / "config.json"
-    rules = {
-        "bad_words_ids": [[1], [15]],
-        "forced_eos_token_id": EOS,
-        "num_beams": 3,
-        "no_repeat_ngram_size": 2,
-    }
+    rules = dict(bad_words_ids=[[1], [15]], forced_eos_token_id=EOS, num_beams=3, no_repeat_ngram_size=2)
     path.write_text(json.dumps(json.loads(path.read_text()) | rules))
     reference.generation_config = transformers.GenerationConfig(**rules, **ENDS, decoder_start_token_id=START)
     wanted = reference.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9)[0].tolist()[1:]

@@ -16,8 +16,9 @@ from torch import Tensor
 import clearhead as ch
 from clearhead.app import cli
 from clearhead.core.positions import alibi_slopes, rope_frequencies
-from clearhead.run.generate.decode import Ends, Prompts, decode
+from clearhead.run.generate.decode import decode
 from clearhead.run.generate.request import Request
+from clearhead.run.generate.sequence import Ends, Prompts
 from clearhead.variants.positions import relative_bucket
 from tests.harness import build, chunks, in_pieces, some_ids, worst
 
@@ -26,10 +27,9 @@ WINDOW, SINKS = 9, 3
 MODELS = {
     "rope": {"positions": "rope"},
     "rope interleaved, part": {"positions": "rope", "rope_layout": "interleaved", "rope_fraction": 0.5},
-    "yarn": {
-        "positions": "rope",
-        "rope_scaling": ch.RopeScaling(kind="yarn", factor=4.0, original_positions=8),
-    },
+    "yarn": dict(
+        positions="rope", rope_scaling=ch.RopeScaling(kind="yarn", factor=4.0, original_positions=8)
+    ),
     "grouped, some layers unrotated": {"positions": "rope", "n_kv_heads": 2, "rope_skips": (1,)},
     "alibi": {"positions": "alibi"},
     "relative": {"positions": "relative"},
@@ -237,9 +237,9 @@ def test_a_model_streams_without_a_warning_and_without_beams_of_its_own(recwarn)
         ({}, {"reuse": True}, 'reuse with overflow "stream"'),
         ({"positions": "learned"}, {}, "learned positions are added .* cannot move: use overflow=.slide"),
         ({"positions": "sinusoidal"}, {}, "sinusoidal positions are added"),
-        ({"rope_scaling": ch.RopeScaling(kind="dynamic", factor=2.0)}, {}, "dynamic scaling turns keys"),
+        ({"rope_scaling": ch.RopeScaling(kind="dynamic", factor=2.0)}, {}, "dynamic scaling rotates keys"),
         ({"window": 6}, {}, "sinks 4 change nothing: no layer of the model sees 32 tokens"),
-        ({"attention": "strided(4)"}, {}, "attention strided.* goes by places in the whole text"),
+        ({"attention": "strided(4)"}, {}, "attention strided.* goes by positions in the whole text"),
         (
             {"family": "encoder-decoder"},
             {},

@@ -39,22 +39,8 @@ def byte_level() -> Tokenizer:
 
 def byte_fallback() -> Tokenizer:
     """Llama's kind: words with a mark for the space, bytes for unknown characters, first space stripped."""
-    pieces = [
-        "<unk>",
-        "<s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "▁the",
-        "▁a",
-        "en",
-        "d",
-        "e",
-        "é",
-        "▁▁",
-        "日",
-        "x",
-        "END",
-    ]
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁the", "▁a", "en", "d", "e", "é", "▁▁", "日", "x", "END"]
     tokenizer = Tokenizer(
         models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
     )
@@ -68,16 +54,8 @@ def byte_fallback() -> Tokenizer:
 
 def metaspace() -> Tokenizer:
     """SentencePiece's other kind, as in T5."""
-    pieces = [
-        ("<unk>", 0.0),
-        ("▁", -2.0),
-        ("▁the", -3.0),
-        ("▁cat", -3.0),
-        ("s", -4.0),
-        ("日", -4.0),
-        ("é", -4.0),
-        (".", -3.0),
-    ]
+    pieces = [("<unk>", 0.0), ("▁", -2.0), ("▁the", -3.0), ("▁cat", -3.0), (".", -3.0)]
+    pieces += [("s", -4.0), ("日", -4.0), ("é", -4.0)]
     tokenizer = Tokenizer(models.Unigram(pieces, 0, False))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     return tokenizer

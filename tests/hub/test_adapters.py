@@ -166,7 +166,7 @@ def test_several_at_once_add_up_and_are_served_and_merged(tmp_path, capsys, diff
         assert differences.see(" ".join(names), m.model(**ours).logits, adapted(**given).logits) < 1e-5
         seqs[names] = m.generate(list(range(3, 17)), 12).ids
     assert len({tuple(ids) for ids in seqs.values()}) > 1
-    updates = {name: m.adapters.products(name) for name in m.adapters.known}
+    updates = {name: m.adapters.scaled_matrices(name) for name in m.adapters.known}
     engine = ServeEngine(m, adapters=updates)
     waiting = {
         name: engine.submit(list(range(3, 17)), {"max_new_tokens": 12}, ServeOptions(adapter=name))
@@ -188,8 +188,8 @@ def test_several_at_once_add_up_and_are_served_and_merged(tmp_path, capsys, diff
 
 STEM = "base_model.model."
 BROKEN = {
-    "use_dora": ({"use_dora": True}, {}, "has use_dora True, which is not supported"),
-    "saved modules": ({"modules_to_save": ["lm_head"]}, {}, r"has modules_to_save \['lm_head'\], which"),
+    "use_dora": ({"use_dora": True}, {}, "has use_dora True: not supported"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, {}, r"has modules_to_save \['lm_head'\]: not"),
     "another kind": ({"peft_type": "IA3"}, {}, "has peft_type 'IA3': only LORA"),
     "pissa": ({"init_lora_weights": "pissa"}, {}, "has init_lora_weights 'pissa'"),
     "rank": ({"r": 5}, {}, r"has shapes \(3, 24\) and \(24, 3\), and the model and rank 5 need"),

@@ -13,7 +13,7 @@ import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer
 
 import clearhead as ch
 from clearhead.hub.preprocessor import to_pixels
@@ -115,12 +115,7 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         return rng.random() < 0.5
 
     possible: dict[str, Any] = {
-        **{
-            "do_lower_case": flag,
-            "strip_accents": flag,
-            "tokenize_chinese_chars": flag,
-            "keep_accents": flag,
-        },
+        **dict(do_lower_case=flag, strip_accents=flag, tokenize_chinese_chars=flag, keep_accents=flag),
         **{"add_prefix_space": flag, "add_bos_token": flag, "add_eos_token": flag, "legacy": flag},
         **{"split_special_tokens": flag, "additional_special_tokens": some},
         "extra_special_tokens": lambda: rng.choice([some(), {"tool_token": "<tool>", "end_token": "Lord"}]),
@@ -285,53 +280,3 @@ def test_an_image_processor_of_another_class_is_refused() -> None:
     for stated in ({"image_processor_type": "BeitImageProcessor"}, {"do_center_crop": True}, {"resample": 9}):
         with pytest.raises(ch.CheckpointError, match=r"preprocessor_config\.json"):
             to_pixels(image, vit(32), {"size": 32, **stated})
-
-
-# Sentences --------------------------------------------------------------------------------------------------
-
-
-def as_sentence_transformers(folder: Path, texts: list[str], prompt: str) -> torch.Tensor:
-    """What sentence-transformers' Transformer and mean Pooling compute, from transformers' own parts."""
-    lower = json.loads((folder / "sentence_bert_config.json").read_text())["do_lower_case"]
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
-    read = [(prompt + text).strip() for text in texts]
-    read = [text.lower() for text in read] if lower else read
-    batch = tokenizer(read, padding=True, truncation="longest_first", max_length=20, return_tensors="pt")
-    weight = batch["attention_mask"][:, :, None].float()
-    with torch.no_grad():
-        hidden = model(**batch).last_hidden_state
-    return (hidden * weight).sum(1) / weight.sum(1)
-
-
-def test_embeddings_follow_the_files_of_sentence_transformers(tmp_path: Path) -> None:
-    rng = random.Random(1)
-    torch.manual_seed(0)
-    folder = tmp_path / "m"
-    config = {"vocab_size": 620, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    transformers.BertModel(transformers.BertConfig(**config, intermediate_size=16)).save_pretrained(folder)
-    KINDS["Bert"][0].save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"do_lower_case": false, "pad_token": "[PAD]"}')
-    for trial in range(8):
-        modules = [{"path": "", "type": "x.Transformer"}, {"path": f"{trial}_Pooling", "type": "x.Pooling"}]
-        (folder / f"{trial}_Pooling").mkdir()
-        lower = rng.random() < 0.5
-        prompts = {"query": "Query: ", "plain": "", "É": " DOC "}
-        default = rng.choice([None, *prompts])
-        for name, value in {
-            "modules.json": modules,
-            f"{trial}_Pooling/config.json": {"pooling_mode_mean_tokens": True},
-            "sentence_bert_config.json": {"max_seq_length": 20, "do_lower_case": lower},
-            "config_sentence_transformers.json": {"prompts": prompts, "default_prompt_name": default},
-        }.items():
-            (folder / name).write_text(json.dumps(value))
-        texts = ["  the King of England  ", *(random_text(rng) for _ in range(6))]
-        loaded = ch.load(folder)
-        wanted = as_sentence_transformers(folder, texts, "" if default is None else prompts[default])
-        assert torch.allclose(loaded.embed(texts), wanted, atol=1e-5)
-        named = loaded.embed(texts, prompt="query")
-        assert torch.allclose(named, as_sentence_transformers(folder, texts, "Query: "), atol=1e-5)
-        loaded.save(tmp_path / str(trial))
-        assert ch.load(tmp_path / str(trial)).sentences == loaded.sentences
-        assert torch.equal(ch.load(tmp_path / str(trial)).embed(texts), loaded.embed(texts))
-    with pytest.raises(ch.InputError, match="'passage' is not one of this model's: it has query, plain"):
-        loaded.embed("king", prompt="passage")

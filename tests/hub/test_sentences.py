@@ -89,6 +89,9 @@ def test_every_module_equals_the_library_both_ways(case: str, base: Path, tmp_pa
             ch.load(tmp_path / "ours").embed(TEXTS, batch_size=1, prompt=name),
         ):
             torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    known = ", ".join(sorted(theirs.prompts))
+    with pytest.raises(ch.InputError, match=f"'title' is not one of this model's: it has {known}$"):
+        ours.embed("king", prompt="title")
 
 
 def test_what_is_not_served_is_named(base: Path, tmp_path: Path) -> None:

@@ -76,72 +76,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "ends").mkdir()
     words.model.save(str(root / "ends"))
     usual = {"minloglevel": 2, "hard_vocab_limit": False, "character_coverage": 0.98}
+    unigram, plain = {"model_type": "unigram", "vocab_size": 150}, {"normalization_rule_name": "identity"}
+    marks = {"control_symbols": ["[CLS]", "[SEP]", "[MASK]"]}
+    pairs = {"model_type": "bpe", "vocab_size": 450, "byte_fallback": True, **plain}
+    pairs |= {"remove_extra_whitespaces": False}
     kinds = {
-        "t5": {
-            "model_type": "unigram",
-            "pad_id": 0,
-            "eos_id": 1,
-            "unk_id": 2,
-            "bos_id": -1,
-            "vocab_size": 150,
-        },
-        "unigram": {"model_type": "unigram", "vocab_size": 150},
-        "unigram_bytes": {"model_type": "unigram", "vocab_size": 400, "byte_fallback": True},
-        "albert": {
-            "model_type": "unigram",
-            "vocab_size": 150,
-            "pad_id": 0,
-            "unk_id": 1,
-            "bos_id": -1,
-            "eos_id": -1,
-            "control_symbols": ["[CLS]", "[SEP]", "[MASK]"],
-        },
+        "t5": {**unigram, "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+        "unigram": unigram,
+        "unigram_bytes": {**unigram, "vocab_size": 400, "byte_fallback": True},
+        "albert": {**unigram, "pad_id": 0, "unk_id": 1, "bos_id": -1, "eos_id": -1, **marks},
         "deberta": {
-            **{
-                "model_type": "unigram",
-                "vocab_size": 150,
-                "pad_id": 0,
-                "bos_id": 1,
-                "eos_id": 2,
-                "unk_id": 3,
-            },
+            **{**unigram, "pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3},
             **{"pad_piece": "[PAD]", "bos_piece": "[CLS]", "eos_piece": "[SEP]", "unk_piece": "[UNK]"},
         },
-        "big_bird": {
-            "model_type": "unigram",
-            "vocab_size": 150,
-            "normalization_rule_name": "identity",
-            **{"pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 100},
-            "control_symbols": ["[CLS]", "[SEP]", "[MASK]"],
-        },
-        "llama": {
-            "model_type": "bpe",
-            "vocab_size": 450,
-            "byte_fallback": True,
-            "normalization_rule_name": "identity",
-            "remove_extra_whitespaces": False,
-            "split_digits": True,
-            "user_defined_symbols": ["<tool>"],
-        },
+        "big_bird": {**unigram, **plain, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 100, **marks},
+        "llama": {**pairs, "split_digits": True, "user_defined_symbols": ["<tool>"]},
         "gemma": {
-            "model_type": "bpe",
-            "vocab_size": 450,
-            "byte_fallback": True,
-            "normalization_rule_name": "identity",
-            "remove_extra_whitespaces": False,
-            "add_dummy_prefix": False,
-            **{
-                "pad_id": 0,
-                "eos_id": 1,
-                "bos_id": 2,
-                "unk_id": 3,
-                "eos_piece": "<eos>",
-                "bos_piece": "<bos>",
-            },
+            **{**pairs, "add_dummy_prefix": False, "pad_id": 0, "eos_id": 1, "bos_id": 2, "unk_id": 3},
+            **{"eos_piece": "<eos>", "bos_piece": "<bos>"},
             "user_defined_symbols": ["<mask>", "<start_of_turn>"],
         },
         "bpe": {"model_type": "bpe", "vocab_size": 250},
-        "target": {"model_type": "unigram", "vocab_size": 120},
+        "target": {**unigram, "vocab_size": 120},
     }
     for name, options in kinds.items():
         lines = [text.swapcase() for text in TRAINING] if name == "target" else TRAINING
@@ -151,117 +107,59 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+# What was trained, and under which name a model has it.
+WORDPIECE, BYTES = ("wordpiece/vocab.txt", "vocab.txt"), ("bytes/vocab.json", "vocab.json")
+ENDS, T5 = ("ends/vocab.json", "vocab.json"), ("t5.model", "spiece.model")
+UNIGRAM, ALBERT = ("unigram.model", "sentencepiece.bpe.model"), ("albert.model", "spiece.model")
+BIRD, DEBERTA = ("big_bird.model", "spiece.model"), ("deberta.model", "spm.model")
+LLAMA, GEMMA = ("llama.model", "tokenizer.model"), ("gemma.model", "tokenizer.model")
+BEGUN = {"add_bos_token": True, "add_eos_token": False, "legacy": True}
+ENDED = {"add_bos_token": True, "add_eos_token": True, "legacy": False, "add_prefix_space": False}
+
+
+def named(kind: str, **settings: object) -> dict[str, object]:
+    return {"tokenizer_class": f"{kind}Tokenizer", **settings}
+
+
 CASES = {
-    "bert": ("bert", "wordpiece/vocab.txt", "vocab.txt", {}),
-    "bert, named class": (
-        "bert",
-        "wordpiece/vocab.txt",
-        "vocab.txt",
-        {"tokenizer_class": "BertTokenizer", "do_lower_case": False},
-    ),
-    "bert, accents": (
-        "bert",
-        "wordpiece/vocab.txt",
-        "vocab.txt",
-        {"strip_accents": False, "tokenize_chinese_chars": False},
-    ),
-    "mpnet": ("mpnet", "wordpiece/vocab.txt", "vocab.txt", {}),
-    "mpnet, named class": (
-        "mpnet",
-        "wordpiece/vocab.txt",
-        "vocab.txt",
-        {"tokenizer_class": "MPNetTokenizer", "do_lower_case": False, "trim_offsets": False},
-    ),
-    "gpt2": ("gpt2", "bytes/vocab.json", "vocab.json", {}),
-    "gpt2, prefix": (
-        "gpt2",
-        "bytes/vocab.json",
-        "vocab.json",
-        {"add_prefix_space": True, "pad_token": "<pad>"},
-    ),
-    "gpt2, bos": (
-        "gpt2",
-        "bytes/vocab.json",
-        "vocab.json",
-        {"add_bos_token": True, "tokenizer_class": "GPT2Tokenizer"},
-    ),
-    "roberta": ("roberta", "bytes/vocab.json", "vocab.json", {}),
-    "bart": ("bart", "bytes/vocab.json", "vocab.json", {"tokenizer_class": "BartTokenizer"}),
-    "qwen2": ("qwen3", "bytes/vocab.json", "vocab.json", {"tokenizer_class": "Qwen2Tokenizer"}),
-    "clip": ("clip", "ends/vocab.json", "vocab.json", {}),
-    "clip, another padding": (
-        "clip",
-        "ends/vocab.json",
-        "vocab.json",
-        {"tokenizer_class": "CLIPTokenizer", "pad_token": "!"},
-    ),
-    "t5": ("t5", "t5.model", "spiece.model", {}),
-    "t5, few sentinels": (
-        "t5",
-        "t5.model",
-        "spiece.model",
-        {"extra_ids": 5, "tokenizer_class": "T5Tokenizer"},
-    ),
-    "xlm-roberta": ("xlm-roberta", "unigram.model", "sentencepiece.bpe.model", {}),
-    "camembert": ("camembert", "unigram.model", "sentencepiece.bpe.model", {}),
-    "camembert, named class": (
-        "camembert",
-        "unigram.model",
-        "sentencepiece.bpe.model",
-        {"tokenizer_class": "CamembertTokenizer", "add_prefix_space": False},
-    ),
-    "albert": ("albert", "albert.model", "spiece.model", {}),
-    "albert, case kept": (
-        "albert",
-        "albert.model",
-        "spiece.model",
-        {"do_lower_case": False, "keep_accents": True},
-    ),
-    "big_bird": ("big_bird", "big_bird.model", "spiece.model", {}),
-    "big_bird, no prefix": (
-        "big_bird",
-        "big_bird.model",
-        "spiece.model",
-        {"add_prefix_space": False, "tokenizer_class": "BigBirdTokenizer"},
-    ),
-    "deberta": ("deberta-v2", "deberta.model", "spm.model", {}),
-    "deberta, lower case": (
-        "deberta-v2",
-        "deberta.model",
-        "spm.model",
-        {"tokenizer_class": "DebertaV2Tokenizer", "do_lower_case": True, "split_by_punct": True},
-    ),
-    "llama": ("llama", "llama.model", "tokenizer.model", {"tokenizer_class": "LlamaTokenizer"}),
-    "llama, as published": (
+    "bert": ("bert", WORDPIECE, {}),
+    "bert, named class": ("bert", WORDPIECE, named("Bert", do_lower_case=False)),
+    "bert, accents": ("bert", WORDPIECE, {"strip_accents": False, "tokenize_chinese_chars": False}),
+    "mpnet": ("mpnet", WORDPIECE, {}),
+    "mpnet, named class": ("mpnet", WORDPIECE, named("MPNet", do_lower_case=False, trim_offsets=False)),
+    "gpt2": ("gpt2", BYTES, {}),
+    "gpt2, prefix": ("gpt2", BYTES, {"add_prefix_space": True, "pad_token": "<pad>"}),
+    "gpt2, bos": ("gpt2", BYTES, named("GPT2", add_bos_token=True)),
+    "roberta": ("roberta", BYTES, {}),
+    "bart": ("bart", BYTES, named("Bart")),
+    "qwen2": ("qwen3", BYTES, named("Qwen2")),
+    "clip": ("clip", ENDS, {}),
+    "clip, another padding": ("clip", ENDS, named("CLIP", pad_token="!")),
+    "t5": ("t5", T5, {}),
+    "t5, few sentinels": ("t5", T5, named("T5", extra_ids=5)),
+    "xlm-roberta": ("xlm-roberta", UNIGRAM, {}),
+    "camembert": ("camembert", UNIGRAM, {}),
+    "camembert, named class": ("camembert", UNIGRAM, named("Camembert", add_prefix_space=False)),
+    "albert": ("albert", ALBERT, {}),
+    "albert, case kept": ("albert", ALBERT, {"do_lower_case": False, "keep_accents": True}),
+    "big_bird": ("big_bird", BIRD, {}),
+    "big_bird, no prefix": ("big_bird", BIRD, named("BigBird", add_prefix_space=False)),
+    "deberta": ("deberta-v2", DEBERTA, {}),
+    "deberta, lower": ("deberta-v2", DEBERTA, named("DebertaV2", do_lower_case=True, split_by_punct=True)),
+    "llama": ("llama", LLAMA, named("Llama")),
+    "llama, published": (
         "llama",
-        "llama.model",
-        "tokenizer.model",
-        {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "legacy": True},
+        LLAMA,
+        named("Llama", **BEGUN),
     ),
-    "llama, both ends": (
-        "llama",
-        "llama.model",
-        "tokenizer.model",
-        {
-            "tokenizer_class": "LlamaTokenizer",
-            "add_bos_token": True,
-            "add_eos_token": True,
-            "legacy": False,
-            "add_prefix_space": False,
-        },
-    ),
-    "gemma": (
-        "gemma",
-        "gemma.model",
-        "tokenizer.model",
-        {"add_bos_token": True, "tokenizer_class": "GemmaTokenizer"},
-    ),
+    "llama, both ends": ("llama", LLAMA, named("Llama", **ENDED)),
+    "gemma": ("gemma", GEMMA, named("Gemma", add_bos_token=True)),
 }
 
 
 @pytest.fixture(params=CASES, ids=[name.replace(", ", "-").replace(" ", "_") for name in CASES])
 def folder(request: pytest.FixtureRequest, trained: Path, tmp_path: Path) -> Path:
-    model_type, source, name, settings = CASES[request.param]
+    model_type, (source, name), settings = CASES[request.param]
     put(tmp_path / "model", model_type, **settings)
     shutil.copy(trained / source, tmp_path / "model" / name)
     if name == "vocab.json":
@@ -304,6 +202,10 @@ def test_what_is_saved_opens_in_the_reference(folder: Path, tmp_path: Path) -> N
     for role in ("pad", "bos", "eos", "unk", "cls", "sep", "mask"):
         assert getattr(reference, f"{role}_token_id") == special.get(role), role
     assert special_ids(again, read_settings(saved), {}, {}) == special
+    for role, index in special.items():  # each is one id within a text, and no text of its own
+        token = tokenizer.id_to_token(index)
+        assert index in tokenizer.encode(f"good {token} king", add_special_tokens=False).ids, role
+        assert tokenizer.decode([index]) == ""
 
 
 # With NFKC, the tokenizers library treats some stacks of combining marks and some ties otherwise:
@@ -410,16 +312,6 @@ def test_special_ids_come_from_every_file() -> None:
     assert special_ids(None, {}, {}, {"pad_token_id": 0, "eos_token_id": None}) == {"pad": 0}
 
 
-def test_special_tokens_in_text_are_one_id(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    assert tokenizer is not None
-    settings = read_settings(folder)
-    for role, index in special_ids(tokenizer, settings, {}, {}).items():
-        token = tokenizer.id_to_token(index)
-        assert index in tokenizer.encode(f"good {token} king", add_special_tokens=False).ids, role
-        assert tokenizer.decode([index]) == ""
-
-
 def test_a_model_without_tokenizer_says_so_in_one_line(tmp_path: Path) -> None:
     config = ch.ModelConfig(
         vocab_size=11, d_model=8, n_layers=1, n_heads=2, max_positions=16, activation="gelu_tanh"
@@ -450,13 +342,7 @@ def test_added_tokens_keep_their_ids(trained: Path, tmp_path: Path) -> None:
         "500": {"content": "<tool>", "special": False, "normalized": False},
         "501": {"content": "<|im_end|>", "special": True},
     }
-    put(
-        tmp_path / "m",
-        "gpt2",
-        added_tokens_decoder=added,
-        eos_token="<|im_end|>",
-        tokenizer_class="GPT2Tokenizer",
-    )
+    put(tmp_path / "m", "gpt2", **named("GPT2", added_tokens_decoder=added, eos_token="<|im_end|>"))
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(trained / "bytes" / name, tmp_path / "m")
     tokenizer = load_tokenizer(tmp_path / "m")

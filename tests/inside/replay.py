@@ -10,10 +10,11 @@ import math
 import torch
 
 import clearhead as ch
-from clearhead.core.config.kinds import read_kind
 from clearhead.inside.checks.reference_float64 import sees, times
+from clearhead.variants.checks import read_kind
 from clearhead.variants.kinds import Blocks
 
+ADDED = {"typed": "embedding.types", "placed": "positions.table"}
 BENT = ("gate_clamped", "activated", "up_clamped", "up_shifted", "gated")
 
 
@@ -39,11 +40,8 @@ class Replay:
         """
         differences = {}
         for step in self.trace.steps:
-            value = self.compute(step.name)
-            recorded = step.value.double()
-            assert value.shape == recorded.shape, (
-                f"{step.name}: {tuple(value.shape)} against {tuple(recorded.shape)}"
-            )
+            value, recorded = self.compute(step.name), step.value.double()
+            assert value.shape == recorded.shape, step.name
             sizes = recorded.abs()
             scale = max(1.0, sizes[sizes < 1e30].max().item())
             differences[step.name] = (value - recorded).abs().max().item() / scale
@@ -115,21 +113,15 @@ class Replay:
     def embedding(self, name: str, at: str, leaf: str) -> torch.Tensor:
         config, stack = self.config, "encoder." if name.startswith("encoder.") else ""
         if name.endswith("front.tokens"):
-            table = self.weight(f"{name}.weight")
-            return (self.weights["encoder.embedding.front.tokens.weight"] if table is None else table)[
-                self.values[f"{stack}ids"].long()
-            ]
+            table, shared = self.weight(f"{name}.weight"), "encoder.embedding.front.tokens.weight"
+            return (self.weights[shared] if table is None else table)[self.values[f"{stack}ids"].long()]
         if name.endswith("front.scaled"):
             return self.stream * config.embedding_scale
         if name.endswith("front.patches"):
             pixels, side = self.values["pixels"], config.patch_size
             rows, columns = pixels.shape[2] // side, pixels.shape[3] // side
-            squares = [
-                pixels[:, :, r * side : r * side + side, c * side : c * side + side].flatten(1)
-                for r in range(rows)
-                for c in range(columns)
-            ]
-            return torch.stack(squares, 1)
+            corners = [(r * side, c * side) for r in range(rows) for c in range(columns)]
+            return torch.stack([pixels[:, :, y : y + side, x : x + side].flatten(1) for y, x in corners], 1)
         if name.endswith(("front.project", "embedding.project")):
             return self.linear(self.stream, name)
         if name.endswith("front.class_token"):
@@ -139,7 +131,7 @@ class Replay:
         if leaf in ("typed", "placed"):
             return (
                 self.stream
-                + self.values[f"{stack}embedding.types" if leaf == "typed" else f"{stack}positions.table"]
+                + self.values[stack + {"typed": "embedding.types", "placed": "positions.table"}[leaf]]
             )
         if leaf == "table":
             return self.weight(f"{name}.weight")[None, : self.stream.shape[1]]
@@ -147,14 +139,10 @@ class Replay:
             return self.norm(self.stream, name)
         if leaf == "rotary":
             width, length = int(config.d_head * config.rope_fraction), self.stream.shape[1]
-            angle = torch.tensor(
-                [[t / config.rope_base ** (2 * i / width) for i in range(width // 2)] for t in range(length)]
-            ).double()
-            angle = (
-                torch.cat([angle, angle], 1)
-                if config.rope_layout == "half"
-                else angle.repeat_interleave(2, 1)
-            )
+            divisors = [config.rope_base ** (2 * i / width) for i in range(width // 2)]
+            angle = torch.tensor([[t / divisor for divisor in divisors] for t in range(length)]).double()
+            half = config.rope_layout == "half"
+            angle = torch.cat([angle, angle], 1) if half else angle.repeat_interleave(2, 1)
             return torch.stack([angle.cos(), angle.sin()])[:, None, None]
         if leaf == "bias":
             return self.bias(name, stack)
@@ -168,20 +156,16 @@ class Replay:
             table = [[sees(kind, *pair, length, causal) for pair in row] for row in pairs]
             return torch.tensor(table)[None, None].double()
         assert name.removeprefix("encoder.").startswith("mask"), name
-        window = int(leaf) if leaf.isdigit() else None
-        allowed = [
-            [(s <= t or not causal) and (window is None or abs(t - s) < window) for s in range(length)]
-            for t in range(length)
-        ]
-        return torch.tensor(allowed)[None, None].double()
+        t, s = torch.arange(length)[:, None], torch.arange(length)
+        near = (t - s).abs() < (int(leaf) if leaf.isdigit() else length)
+        return (near & (s <= t) if causal else near)[None, None].double()
 
     def bias(self, name: str, stack: str) -> torch.Tensor:
         length, config = self.stream.shape[1], self.config
         if config.positions == "alibi":  # for a number of heads that is a power of two
             slopes = [2 ** (-8 * (head + 1) / config.n_heads) for head in range(config.n_heads)]
-            return torch.tensor(
-                [[[-m * abs(t - s) for s in range(length)] for t in range(length)] for m in slopes]
-            ).double()[None]
+            table = [[[-m * abs(t - s) for s in range(length)] for t in range(length)] for m in slopes]
+            return torch.tensor(table).double()[None]
         table = self.weight(f"{name.removesuffix('bias')}table.weight")
 
         def bucket(distance: int) -> int:  # key minus query
@@ -194,16 +178,11 @@ class Replay:
             exact = buckets // 2
             if distance < exact:
                 return first + distance
-            far = (
-                math.log(distance / exact)
-                / math.log(config.relative_max_distance / exact)
-                * (buckets - exact)
-            )
-            return first + min(exact + int(far), buckets - 1)
+            far = math.log(distance / exact) / math.log(config.relative_max_distance / exact)
+            return first + min(exact + int(far * (buckets - exact)), buckets - 1)
 
-        return torch.stack(
-            [torch.stack([table[bucket(s - t)] for s in range(length)]) for t in range(length)]
-        ).permute(2, 0, 1)[None]
+        rows = [torch.stack([table[bucket(s - t)] for s in range(length)]) for t in range(length)]
+        return torch.stack(rows).permute(2, 0, 1)[None]
 
     def residual(self, block: str, sublayer: str, leaf: str, name: str) -> torch.Tensor:
         v, at = self.values, name.rpartition(".")[0]
@@ -225,35 +204,25 @@ class Replay:
             x = self.memory if part == "cross" and leaf in "kv" else self.read(block, part)
             return self.linear(x, f"{at}.{leaf}")
         if leaf.endswith("_heads"):
-            x = (
-                v[f"{at}.{leaf[0]}"]
-                if config.qk_norm != "full" or leaf[0] == "v"
-                else v[f"{at}.{leaf[0]}_norm"]
-            )
+            normed = config.qk_norm == "full" and leaf[0] != "v"
+            x = v[f"{at}.{leaf[0]}" + "_norm" * normed]
             return torch.stack(x.split(config.d_value if leaf[0] == "v" else config.d_head, -1), 1)
         if leaf.endswith("_norm"):
             return self.norm(v[f"{at}.{leaf[0]}" + "_heads" * (config.qk_norm == "head")], f"{at}.{leaf}")
-        q, k = (
-            self.latest(f"{at}.{side}_rotated", f"{at}.{side}_norm", f"{at}.{side}_heads") for side in "qk"
-        )
+        ends = ("_rotated", "_norm", "_heads")
+        q, k = (self.latest(*(f"{at}.{side}{end}" for end in ends)) for side in "qk")
         if leaf.endswith("_rotated"):
             x = self.latest(f"{at}.{leaf[0]}_norm", f"{at}.{leaf[0]}_heads")
             return self.rotated(x)
         if leaf == "scores":
-            shared = q.shape[1] // k.shape[1]
-            return torch.stack(
-                [q[:, head] @ k[:, head // shared].transpose(1, 2) for head in range(q.shape[1])], 1
-            )
+            keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+            return torch.stack([q[:, head] @ keys[:, head].transpose(1, 2) for head in range(q.shape[1])], 1)
         scores = self.latest(
-            f"{at}.masked", f"{at}.biased", f"{at}.softcapped", f"{at}.scaled", f"{at}.scores"
+            *(f"{at}.{end}" for end in ("masked", "biased", "softcapped", "scaled", "scores"))
         )
         if leaf == "scaled":
-            scale = (
-                config.attention_scale
-                if config.attention_scale != config.d_head**-0.5
-                else 1 / math.sqrt(q.shape[-1])
-            )
-            return scores * scale
+            usual = config.attention_scale == config.d_head**-0.5
+            return scores * (1 / math.sqrt(q.shape[-1]) if usual else config.attention_scale)
         if leaf == "softcapped":
             return config.attention_softcap * torch.tanh(scores / config.attention_softcap)
         if leaf == "biased":
@@ -264,9 +233,8 @@ class Replay:
             stack, layer = "encoder." if at.startswith("encoder.") else "", int(block.rpartition(".")[2])
             window = config.window[layer] if isinstance(config.window, tuple) else config.window
             mask = v[f"{stack}mask.{window or 'full'}"] if f"{stack}mask" not in v else v[f"{stack}mask"]
-            return (
-                scores if part == "cross" else torch.where(mask.bool(), scores, torch.tensor(lowest).double())
-            )
+            hidden = torch.tensor(lowest).double()
+            return scores if part == "cross" else torch.where(mask.bool(), scores, hidden)
         if leaf == "pattern":
             return torch.softmax(torch.where(scores <= lowest, -torch.inf, scores), -1)
         if leaf == "z" and config.attention_gate:
@@ -274,10 +242,8 @@ class Replay:
             return v[f"{at}.mixed"] / (1 + torch.exp(-gate))
         if leaf in ("z", "mixed"):
             pattern, values = v[f"{at}.pattern"], v[f"{at}.v_heads"]
-            shared = pattern.shape[1] // values.shape[1]
-            return torch.stack(
-                [pattern[:, head] @ values[:, head // shared] for head in range(pattern.shape[1])], 1
-            )
+            values = values.repeat_interleave(pattern.shape[1] // values.shape[1], 1)
+            return torch.stack([pattern[:, head] @ values[:, head] for head in range(pattern.shape[1])], 1)
         if leaf == "concat":
             return torch.cat(list(v[f"{at}.z"].unbind(1)), -1)
         assert leaf == "out", leaf
@@ -338,9 +304,8 @@ class Replay:
             return v[f"{at}.mixed"] + share * v[f"{at}.shared.down"]
         logits, rows = v[f"{at}.router"][0], x[0]
         if leaf == "chosen":
-            return torch.stack(
-                [torch.tensor(sorted(range(len(row)), key=lambda i: -row[i])) for row in logits]
-            )[:, : config.n_active_experts].double()
+            order = [sorted(range(len(row)), key=lambda i: -row[i]) for row in logits]
+            return torch.tensor(order)[:, : config.n_active_experts].double()
         chosen = v[f"{at}.chosen"].long().tolist()
         if leaf == "weights":
             kept = torch.stack([row[choice] for row, choice in zip(logits, chosen)])
@@ -348,11 +313,8 @@ class Replay:
                 return kept.exp() / kept.exp().sum(-1, keepdim=True)
             shares = kept.exp() / logits.exp().sum(-1, keepdim=True)
             return shares / shares.sum(-1, keepdim=True) if config.router_renormalise else shares
-        pairs = sorted(
-            (expert, token, place)
-            for token, choice in enumerate(chosen)
-            for place, expert in enumerate(choice)
-        )
+        placed = [(token, enumerate(choice)) for token, choice in enumerate(chosen)]
+        pairs = sorted((expert, token, place) for token, choice in placed for place, expert in choice)
         if leaf == "sorted":
             return torch.stack([rows[token] for _, token, _ in pairs])
         if leaf == "mixed":
@@ -364,9 +326,8 @@ class Replay:
             return self.bent(f"{at}.experts", leaf)
         last = f"{at}.experts.gated" if config.gated else f"{at}.experts.activated"
         inputs = v[last] if leaf == "down" else v[f"{at}.sorted"]
-        return torch.stack(
-            [self.linear(row, f"{at}.experts.{expert}.{leaf}") for row, (expert, _, _) in zip(inputs, pairs)]
-        )
+        names = [f"{at}.experts.{expert}.{leaf}" for expert, _, _ in pairs]
+        return torch.stack([self.linear(row, name) for row, name in zip(inputs, names)])
 
     def head(self, leaf: str) -> torch.Tensor:
         config, v = self.config, self.values
@@ -379,10 +340,8 @@ class Replay:
         if leaf == "out":
             stack = "decoder" if config.family != "encoder" else "encoder"
             tied = config.tie_embeddings and config.head in ("lm", "mlm")
-            shared = self.weights.get(
-                f"{stack}.embedding.front.tokens.weight",
-                self.weights.get("encoder.embedding.front.tokens.weight"),
-            )
+            tables = [self.weights.get(f"{one}.embedding.front.tokens.weight") for one in (stack, "encoder")]
+            shared = tables[1] if tables[0] is None else tables[0]
             weight = shared if tied else self.weights["head.out.weight"]
             return x @ weight.T + self.weights.get("head.out.bias", torch.zeros(()).double())
         if leaf in ("activation", "activated"):

@@ -10,17 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.app.plot import prompts as pictures
 from clearhead.app.plot import save
 from clearhead.core import attention as attention_module
 from clearhead.core.attention import KERNELS
 from clearhead.errors import InputError
 from clearhead.inside.attention import attention, in_cells, query_entropy, read_maps
-from tests.harness import build, pad, some_ids, worst
+from tests.harness import build, pad, some_ids, split, word_tokenizer, worst
 
 pytestmark = pytest.mark.ledger("K2")
 
@@ -30,26 +28,8 @@ SOURCE = [2, 7, 1, 8, 2, 8, 1]
 
 def of_words(model: ch.Transformer) -> ch.Model:
     """A model with a tokenizer of thirteen words, some of which look like mark-up and mathematics."""
-    words = [
-        "[UNK]",
-        "the",
-        "[bold]cat",
-        "$sat$",
-        "on",
-        "a_b",
-        "mat",
-        "dog",
-        "ran",
-        "to",
-        "town",
-        "at",
-        "ten",
-    ]
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return ch.Model(model, tokenizer)
+    words = split("[UNK] the [bold]cat $sat$ on a_b mat dog ran to town at ten")
+    return ch.Model(model, word_tokenizer(words, "[UNK]"))
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +44,23 @@ def test_every_kind_has_its_patterns_and_labels(both: ch.Transformer) -> None:
     maps = attention(both, SOURCE, target=IDS)
     with torch.no_grad(), ch.record(both, "*.pattern") as seen:
         both(torch.tensor([IDS]), source=torch.tensor([SOURCE]))
-    names = {
+    parts = {
         "encoder": "encoder.blocks.{}.attention",
         "self": "blocks.{}.attention",
         "cross": "blocks.{}.cross",
     }
-    assert [(each.kind, each.layer) for each in maps.maps] == [
-        *(("encoder", i) for i in range(3)),
-        *((k, i) for i in range(2) for k in ("self", "cross")),
+    order = [
+        ("encoder", 0),
+        ("encoder", 1),
+        ("encoder", 2),
+        ("self", 0),
+        ("cross", 0),
+        ("self", 1),
+        ("cross", 1),
     ]
+    assert [(each.kind, each.layer) for each in maps.maps] == order
     for each in maps.maps:
-        assert np.array_equal(each.pattern, seen[names[each.kind].format(each.layer) + ".pattern"][0].numpy())
+        assert np.array_equal(each.pattern, seen[parts[each.kind].format(each.layer) + ".pattern"][0].numpy())
     given, written = tuple(map(str, SOURCE)), tuple(map(str, IDS))
     assert {each.kind: (each.queries.labels, each.keys.labels) for each in maps.maps} == {
         "encoder": (given, given),
@@ -229,11 +215,8 @@ def test_rollout_is_that_of_a_loop(both: ch.Transformer, residual: float) -> Non
             mean = sum(head.astype(np.float64) for head in each.pattern) / len(each.pattern)
             mixed = [[(1 - residual) * mean[i, j] + residual * (i == j) for j in range(n)] for i in range(n)]
             mixed = [[value / sum(row) for value in row] for row in mixed]
-            flow = (
-                mixed
-                if flow is None
-                else [[sum(mixed[i][k] * flow[k][j] for k in range(n)) for j in range(n)] for i in range(n)]
-            )
+            before = flow or np.eye(n)
+            flow = [[sum(mixed[i][k] * before[k][j] for k in range(n)) for j in range(n)] for i in range(n)]
             assert np.abs(after - flow).max() <= 1e-6
             assert np.abs(after.sum(-1) - 1).max() <= 1e-5
         assert np.array_equal(rollout.last, rollout.flow[-1])
@@ -254,13 +237,9 @@ def test_rollout_says_what_it_cannot_follow(both: ch.Transformer) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 9])
-def test_streamed_patterns_are_the_same_and_come_back(
-    both: ch.Transformer, tmp_path: Path, budget: int | None
-) -> None:
-    plain, streamed = (
-        attention(both, SOURCE, IDS, budget=budget),
-        attention(both, SOURCE, IDS, budget=budget, to=tmp_path / "a" / "b"),
-    )
+def test_streamed_patterns_are_the_same_and_come_back(both, tmp_path, budget):
+    plain = attention(both, SOURCE, IDS, budget=budget)
+    streamed = attention(both, SOURCE, IDS, budget=budget, to=tmp_path / "a" / "b")
     for again in (streamed, read_maps(tmp_path / "a" / "b")):
         assert [(each.kind, each.layer, each.queries, each.keys) for each in again.maps] == [
             (each.kind, each.layer, each.queries, each.keys) for each in plain.maps
@@ -386,20 +365,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TEXT = "the [bold]cat $sat$ on a_b mat"
 
 
-def test_the_command_prints_a_table(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_prints_a_table(folder: Path, clearhead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    main(["attention", str(folder), TEXT])
-    said = capsys.readouterr().out
+    said = clearhead("attention", folder, TEXT).out
     maps = attention(ch.load(folder), TEXT)
     for one in maps.heads():
         assert any(
             str(one.head) in line and f"{one.entropy:.2f}" in line and one.strongest.key_label in line
             for line in said.splitlines()
         )
-    main(["attention", str(folder), TEXT, "--rollout"])
-    said = capsys.readouterr().out
+    said = clearhead("attention", folder, TEXT, "--rollout").out
     for place, shares in enumerate(maps.rollout().last):
         token = int(shares.argmax())
         labels = maps.maps[0].keys.labels
@@ -407,48 +382,20 @@ def test_the_command_prints_a_table(
         assert any(all(part in line for part in parts) for line in said.splitlines())
 
 
-def test_the_command_writes_json_and_files(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_json_and_files(folder: Path, tmp_path: Path, clearhead) -> None:
     maps = attention(ch.load(folder), TEXT)
-    main(
-        [
-            "attention",
-            str(folder),
-            TEXT,
-            "--head",
-            "1.2",
-            "--json",
-            "--plot",
-            str(tmp_path / "h.png"),
-            "--output",
-            str(tmp_path / "h.npz"),
-        ]
-    )
-    body = json.loads(capsys.readouterr().out)
+    files = f"--plot {tmp_path}/h.png --output {tmp_path}/h.npz"
+    body = clearhead("attention", folder, TEXT, f"--head 1.2 --json {files}").json
     assert [one["head"] for one in body["heads"]] == ["1.2"]
     # Layer 0 is fused here.
     assert np.abs(np.array(body["heads"][0]["pattern"]) - maps.head("1.2").pattern).max() <= 1e-6
     assert body["plot"].endswith("h.png") and (tmp_path / "h.png").stat().st_size > 5000
-    assert set(np.load(tmp_path / "h.npz")) == {
-        "aggregated",
-        *(f"self.1.{name}" for name in ("pattern", "entropies", "queries", "keys")),
-    }
-    main(["attention", str(folder), TEXT, "--rollout", "--json"])
-    assert np.allclose(
-        json.loads(capsys.readouterr().out)["rollout"]["flow"][-1], maps.rollout().last, atol=1e-6
-    )
-    for view in (["--layer", "1"], ["--rollout"], ["--entropy"], []):
-        main(
-            [
-                "attention",
-                str(folder),
-                TEXT,
-                *view,
-                "--plot",
-                str(tmp_path / f"{len(view)}{''.join(view)}.svg"),
-            ]
-        )
+    names = {f"self.1.{name}" for name in ("pattern", "entropies", "queries", "keys")}
+    assert set(np.load(tmp_path / "h.npz")) == {"aggregated", *names}
+    flow = clearhead("attention", folder, TEXT, "--rollout --json").json["rollout"]["flow"]
+    assert np.allclose(flow[-1], maps.rollout().last, atol=1e-6)
+    for number, view in enumerate(("--layer 1", "--rollout", "--entropy", "--json")):
+        assert clearhead("attention", folder, TEXT, f"{view} --plot {tmp_path}/{number}.svg").code == 0
     assert len(list(tmp_path.glob("*.svg"))) == 4
 
 
@@ -465,11 +412,5 @@ def test_the_command_writes_json_and_files(
         (["the cat", "--target", "the dog"], "target is for a model with an encoder and a decoder"),
     ],
 )
-def test_mistakes_of_the_command(
-    folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["attention", str(folder), *arguments])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+def test_mistakes_of_the_command(folder: Path, arguments: list[str], said: str, clearhead) -> None:
+    clearhead.refuses(said, "attention", folder, *arguments)

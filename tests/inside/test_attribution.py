@@ -9,20 +9,21 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import InputError
-from clearhead.inside.attention import attention, maps_of
+from clearhead.inside.attention import attention
 from clearhead.inside.attribution import Edge, looks, occlusion, paths
 from clearhead.inside.geometry import similarity
 from clearhead.inside.inputs import cached_pass, choices_of, prepare
+from clearhead.inside.interventions import steering, steering_vector
 from clearhead.inside.lens import best_choices, contributions, followed, lens, stopped_at
 from clearhead.inside.logit_attribution import LogitQuery, firing, parts_of
 from clearhead.inside.memories import memories, read_corpus
 from clearhead.inside.names import states
-from clearhead.inside.patch import steering, steering_vector
 from clearhead.inside.trace import _peek
 from tests.explorer.toys import TEXTS, picture, toy
 from tests.harness import build
 from tests.inside.test_lens import HEADS, IDS, PLACES, inputs
 
+pytestmark = pytest.mark.ledger("K3", "K6")
 CASES = {
     **{f"decoder, {place}": changes for place, changes in PLACES.items()},
     **{f"encoder, {place}": {"family": "encoder", **PLACES[place]} for place in ("pre", "post")},
@@ -32,7 +33,6 @@ CASES = {
 }
 
 
-@pytest.mark.ledger("K6")
 def test_sources_add_up_to_the_logit_and_to_each_head():
     for number, (name, changes) in enumerate(CASES.items()):
         model = build(**changes)
@@ -51,7 +51,6 @@ def test_sources_add_up_to_the_logit_and_to_each_head():
         assert memory + float(found.sources.sum()) == pytest.approx(found.total - found.rest, abs=1e-4), name
 
 
-@pytest.mark.ledger("K6")
 def test_what_moved_most_came_from_another_token():
     """A head that reads its own token moves nothing: it leads only where no other speaks for it."""
     made = paths(build(), IDS, 0)
@@ -70,7 +69,6 @@ def test_what_moved_most_came_from_another_token():
     assert leading("1") is None
 
 
-@pytest.mark.ledger("K6")
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
 def test_looks_are_slopes_of_the_log_odds(family):
     """What an earlier head carried, times the slope: a finite difference of the log-odds gives the same."""
@@ -126,7 +124,7 @@ def given(family):
 def scores(m, prepared, main):
     """The scores of changed inputs, one forward pass each."""
     with torch.no_grad():
-        logits = m.model(main, **prepared.given).logits
+        logits = m.model(**prepared.arguments | {"ids": main}).logits
     return choices_of(prepared).scores(logits)[0]
 
 
@@ -151,9 +149,8 @@ def test_occlusion_is_a_loop_of_forward_passes(family):
             nothing = m.special.get("mask", m.special.get("unk", m.special.get("pad")))
             for place in places:
                 changed[0, place] = nothing
-        assert value == pytest.approx(
-            float(before[choice] - scores(m, prepared, changed)[column, choice]), abs=1e-5
-        )
+        dropped = before[choice] - scores(m, prepared, changed)[column, choice]
+        assert value == pytest.approx(float(dropped), abs=1e-5)
 
 
 def test_gradient_times_input_is_the_slope_of_the_logit():
@@ -201,7 +198,7 @@ def test_neurons_and_the_bias_are_the_feedforward(family):
     found = firing(m, given(family), count=3)
     assert len(found.neurons) == 3
     every = firing(m, given(family), count=10_000)
-    parts, _ = parts_of(LogitQuery.of(m, given(family), None, -1, None, None, None))
+    parts = parts_of(LogitQuery.of(m, given(family), None, -1, None, None, None))
     slopes = {part.terms[0].name: part.slope for part in parts if part.terms[0].kind == "feedforward"}
     for layer, block in enumerate(m.model.main.layers()):
         name = f"feedforward {layer}"
@@ -237,7 +234,7 @@ def test_one_recorded_pass_answers_as_passes_of_their_own(family, monkeypatch):
     plain, kept = prepare(m, given(family)), cached_pass(prepare(m, given(family)))
     kept.record()
     monkeypatch.setattr(type(m.model), "forward", None)  # from here on nothing is run
-    answers = paths(m, kept), lens(m, kept), lens(m, kept, columns=[0]), maps_of(kept)
+    answers = paths(m, kept), lens(m, kept), lens(m, kept, columns=[0]), attention(m, kept)
     best = best_choices(m, kept, [0])[1]
     monkeypatch.undo()
     own = paths(m, plain)
@@ -266,7 +263,6 @@ def kept_pass(m):
     return cached_pass(prepare(m, TEXT, *(["it"] if m.config.family == "encoder-decoder" else [])))
 
 
-@pytest.mark.ledger("K3")
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
 @pytest.mark.parametrize("largest", [2**24, 0])
 def test_gradients_of_a_kept_pass(family, largest, monkeypatch):
@@ -286,7 +282,6 @@ def test_gradients_of_a_kept_pass(family, largest, monkeypatch):
     assert not {"_graph", "_pass"} & set(kept.__dict__)
 
 
-@pytest.mark.ledger("K3")
 def test_a_corpus_is_read_once_for_any_neurons():
     m, names = toy("decoder"), ["0.3", "1.7", "1.2"]
     texts = [TEXT, "the king's men shall not", "England"]
@@ -301,7 +296,6 @@ def test_a_corpus_is_read_once_for_any_neurons():
     assert kept.neuron("1.7").contexts == memories(m, [TEXT], top=3, neurons=names).neuron("1.7").contexts
 
 
-@pytest.mark.ledger("K3")
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder", "tagger"])
 def test_a_second_choice_is_followed_without_reading_the_vocabulary_again(family, monkeypatch):
     """The shares are those of a softmax over every choice; a kept pass multiplies by one row for the next."""
@@ -323,7 +317,6 @@ def test_a_second_choice_is_followed_without_reading_the_vocabulary_again(family
     assert "log_sums" not in kept.__dict__
 
 
-@pytest.mark.ledger("K3")
 def test_some_columns_are_those_of_all_and_a_peek_leaves_out_what_is_masked():
     m = toy("decoder")
     assert followed(m, TEXT, 7, columns=[1, 3]) == pytest.approx(followed(m, TEXT, 7)[:, [1, 3]], abs=1e-6)

@@ -7,8 +7,7 @@ import torch
 
 import clearhead as ch
 from clearhead.core.norms import Norm
-from tests.harness import build, scramble, some_ids, worst
-from tests.test_use_commands import byte_tokenizer
+from tests.harness import build, byte_tokenizer, scramble, some_ids, worst
 
 GPT2, LLAMA = {}, {"norm": "rmsnorm", "positions": "rope", "gated": True, "bias": False, "n_kv_heads": 2}
 PATCHES = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "n_channels": 1, "class_token": True}
@@ -24,10 +23,8 @@ MODELS = {
     "parallel": ({"parallel": True, "positions": "rope"}, set()),
     "parallel, two norms": ({"parallel": True, "parallel_norms": 2}, set()),
     "mixture": ({**LLAMA, **EXPERTS}, set()),
-    "mixture with shifts": (
-        EXPERTS,
-        {"feedforward_residual.before"},
-    ),  # the gate of the shared one has no bias
+    # The gate of the shared expert has no bias.
+    "mixture with shifts": (EXPERTS, {"feedforward_residual.before"}),
     "shared blocks": ({"layer_groups": 1}, set()),
     "depth": ({"depth_capacity": 0.5}, set()),
     "gated delta": ({**LLAMA, "attention": ("gated-delta", "full")}, {"attention.norm"}),
@@ -84,9 +81,9 @@ def kept_norms(model: ch.Transformer) -> set[str]:
 @torch.no_grad()
 def test_a_folded_copy_gives_the_same_logits(name):
     changes, kept = MODELS[name]
-    model = build(**changes)
+    model = build(**changes).double()
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    given = given_for(model)
+    given = {key: x.double() if x.is_floating_point() else x for key, x in given_for(model).items()}
     wanted = model(**given).logits
     folded = ch.fold_norms(model).model
     assert worst(folded(**given).logits, wanted) <= 1e-5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 import clearhead as ch
-from clearhead.app import cli
 from clearhead.errors import InputError
 from clearhead.inside.geometry import (
     analogy,
@@ -22,34 +20,17 @@ from clearhead.inside.geometry import (
     projection,
     same_word,
 )
-from tests.harness import V, build
+from tests.harness import PATCHES, V, build, split
 from tests.hub.packages import packaged
 
 pytestmark = pytest.mark.ledger("K9")
-PIECES = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "the",
-    "bank",
-    "river",
-    "money",
-    "lend",
-    "##s",
-    "a",
-    "of",
-    "by",
-    "##ing",
-    "boat",
-]
+PIECES = split("[PAD] [UNK] [CLS] [SEP] the bank river money lend ##s a of by ##ing boat")
 
 
 def lettered(**changes) -> ch.Model:
     """A micro model with pieces of words."""
-    tokenizer = Tokenizer(
-        models.WordPiece({piece: number for number, piece in enumerate(PIECES)}, unk_token="[UNK]")
-    )
+    vocabulary = {piece: number for number, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.add_special_tokens(PIECES[:4])
@@ -73,19 +54,16 @@ def test_neighbours_and_analogies_equal_numpy(table, differences):
     found = neighbours(m, "bank", 20, table)
     order = [token for token in np.argsort(-scores) if token != 5]
     assert list(found.ids) == order and found.labels[0] == PIECES[order[0]]
-    assert (
-        differences.see("cosine", torch.tensor(found.scores).double(), torch.from_numpy(scores[order])) < 1e-6
-    )
+    gap = differences.see("cosine", torch.tensor(found.scores).double(), torch.from_numpy(scores[order]))
+    assert gap < 1e-6
 
     lends = (vectors[8] + vectors[9]) / 2  # a word of two tokens
     scores = cosines(vectors, vectors[6]) - cosines(vectors, vectors[5]) + cosines(vectors, lends)
     order = [token for token in np.argsort(-scores) if token not in (5, 6, 8, 9)]
     found = analogy(m, "bank", "river", "lends", 20, table)
     assert found.words["lends"] == ("lend", "##s") and list(found.ids) == order
-    assert (
-        differences.see("analogy", torch.tensor(found.scores).double(), torch.from_numpy(scores[order]))
-        < 1e-6
-    )
+    gap = differences.see("analogy", torch.tensor(found.scores).double(), torch.from_numpy(scores[order]))
+    assert gap < 1e-6
 
 
 def test_the_projection_is_scikit_learns(differences):
@@ -93,18 +71,13 @@ def test_the_projection_is_scikit_learns(differences):
     m = lettered()
     words = ["the", "bank", "river", "lends", "boat", "by"]
     vectors = m.model.encoder.embedding.front.tokens.weight.detach().double().numpy()
-    rows = np.stack(
-        [vectors[[8, 9]].mean(0) if word == "lends" else vectors[PIECES.index(word)] for word in words]
-    )
+    numbers = [[8, 9] if word == "lends" else [PIECES.index(word)] for word in words]
+    rows = np.stack([vectors[number].mean(0) for number in numbers])
     pca = decomposition.PCA(2, svd_solver="full").fit(rows)
     found = projection(m, words)
     signs = np.sign(pca.components_[np.arange(2), np.abs(pca.components_).argmax(1)])
-    assert (
-        differences.see(
-            "points", torch.from_numpy(found.points), torch.from_numpy(pca.transform(rows) * signs).float()
-        )
-        < 1e-5
-    )
+    points = torch.from_numpy(pca.transform(rows) * signs).float()
+    assert differences.see("points", torch.from_numpy(found.points), points) < 1e-5
     assert found.explained == pytest.approx(tuple(pca.explained_variance_ratio_), abs=1e-6)
     assert (found.axes[np.arange(2), np.abs(found.axes).argmax(1)] > 0).all()
 
@@ -119,12 +92,8 @@ def test_positions_as_vectors(differences):
     learned = build(position_offset=2)
     table = learned.decoder.positions.table.weight[2:12].detach()
     assert differences.see("learned", torch.from_numpy(position_map(learned, 10).values), table) == 0
-    hand = torch.tensor(
-        [
-            [float(torch.nn.functional.cosine_similarity(a, b, dim=0)) for a in table.double()]
-            for b in table.double()
-        ]
-    )
+    cosine, rows = torch.nn.functional.cosine_similarity, table.double()
+    hand = torch.tensor([[float(cosine(a, b, dim=0)) for a in rows] for b in rows])
     assert differences.see("cosine", torch.from_numpy(position_similarity(learned, 10).values), hand) < 1e-6
     waves = build(positions="sinusoidal")
     found = position_map(waves, 6)
@@ -148,9 +117,8 @@ def test_rotary_positions_are_angles(layout, differences):
 
 def test_biases_by_distance(differences):
     alibi = position_map(build(positions="alibi"), 5)
-    hand = torch.tensor(
-        [[-(2.0 ** (-2 * (head + 1))) * abs(distance) for distance in range(-4, 1)] for head in range(4)]
-    )
+    slopes = [2.0 ** (-2 * (head + 1)) for head in range(4)]
+    hand = torch.tensor([[-slope * abs(distance) for distance in range(-4, 1)] for slope in slopes])
     assert alibi.columns == ("-4", "-3", "-2", "-1", "0")
     assert differences.see("alibi", torch.from_numpy(alibi.values), hand) < 1e-7
     model = build(positions="relative", family="encoder", relative_buckets=8, relative_max_distance=8)
@@ -159,24 +127,15 @@ def test_biases_by_distance(differences):
     buckets = {0: 0, -1: 1, -2: 2, -3: 2, 1: 5, 2: 6, 3: 6}  # two exact steps each way, then by logarithm
     hand = torch.stack([table[buckets[distance]] for distance in range(-3, 4)], 1)
     assert differences.see("relative", torch.from_numpy(relative.values), hand) < 1e-7
-    hand = torch.tensor(
-        [[float(table[buckets[key - query]].mean()) for key in range(4)] for query in range(4)]
-    )
+    means = {distance: float(table[bucket].mean()) for distance, bucket in buckets.items()}
+    hand = torch.tensor([[means[key - query] for key in range(4)] for query in range(4)])
     assert differences.see("mean bias", torch.from_numpy(alike.values), hand) < 1e-6
 
 
 def test_stacks_and_images_have_their_own_positions():
     both = build(family="encoder-decoder", positions="relative")
     assert not np.allclose(position_map(both, 4, "encoder").values[:, :4], position_map(both, 4).values)
-    image = build(
-        family="encoder",
-        input="patches",
-        image_size=(8, 12),
-        patch_size=4,
-        class_token=True,
-        vocab_size=0,
-        n_classes=3,
-    )
+    image = build(**{**PATCHES, "family": "encoder", "image_size": (8, 12), "n_classes": 3})
     assert position_map(image).rows == ("[CLS]", "0,0", "0,1", "0,2", "1,0", "1,1", "1,2")
 
 
@@ -193,13 +152,14 @@ def test_one_word_in_two_sentences(changes, differences):
     places, others = ([3], [1]), ([1, 2, 4, 5], [2, 3, 4, 5, 6])
     seen = []
     for row in ids:
-        with (
-            torch.no_grad(),
-            ch.record(m.model, f"{stack}embedding", f"{stack}blocks.*.resid_post") as recorded,
-        ):
-            m.model(
-                torch.tensor([[0] if stack else row]), **({"source": torch.tensor([row])} if stack else {})
-            )
+        given = (
+            {"ids": torch.tensor([[0]]), "source": torch.tensor([row])}
+            if stack
+            else {"ids": torch.tensor([row])}
+        )
+        taps = (f"{stack}embedding", f"{stack}blocks.*.resid_post")
+        with torch.no_grad(), ch.record(m.model, *taps) as recorded:
+            m.model(**given)
         names = [f"{stack}embedding", *(f"{stack}blocks.{layer}.resid_post" for layer in range(2))]
         seen.append([recorded[name][0].double().numpy() for name in names])
     own, rest = [], []
@@ -211,10 +171,8 @@ def test_one_word_in_two_sentences(changes, differences):
         differences.see("similarity", torch.from_numpy(found.similarity).double(), torch.tensor(own).double())
         < 1e-6
     )
-    assert (
-        differences.see("baseline", torch.from_numpy(found.baseline).double(), torch.tensor(rest).double())
-        < 1e-6
-    )
+    gap = differences.see("baseline", torch.from_numpy(found.baseline).double(), torch.tensor(rest).double())
+    assert gap < 1e-6
 
 
 def test_a_word_of_several_tokens_is_their_mean():
@@ -234,7 +192,7 @@ def test_a_word_of_several_tokens_is_their_mean():
         (lambda m: same_word(m, "a bank", "a river", "bank"), 'does not stand in "a river"'),
         (lambda m: position_map(m, 33), "between 2 and 32"),
         (lambda m: position_map(build(positions="none")), "no positions"),
-        (lambda m: position_map(build(), stack="encoder"), "this model has none"),
+        (lambda m: position_map(build(), stack="encoder"), "this model has one stack"),
         (
             lambda m: neighbours(build(family="encoder", head="none"), 3, table="output"),
             "has no table of tokens",
@@ -258,37 +216,16 @@ def test_real_weights_put_a_queen_near_a_king():
     assert analogy(m, "man", "king", "woman", 1).labels == ("queen",)
 
 
-def test_the_command(tmp_path, capsys):
-    folder = tmp_path / "model"
-    lettered().save(folder)
-
-    def command(*arguments):
-        try:
-            cli.main(["geometry", str(folder), *map(str, arguments)])
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        return code, *capsys.readouterr()
-
-    sentences = ("a bank lends money", "by the river bank")
-    asked = [
-        ("neighbours", "bank"),
-        ("analogy", "bank", "river", "boat"),
-        ("map",),
-        ("positions", "--length", 9),
-        ("similarity", "--length", 9),
-    ]
-    for number, words in enumerate([*asked, ("word", "bank", *sentences)]):
-        code, out, _ = command(*words, "--json", "--plot", tmp_path / f"{number}.png")
-        assert code == 0 and json.loads(out) and (tmp_path / f"{number}.png").stat().st_size > 5000
-    code, out, _ = command("neighbours", "bank", "--k", 3)
-    assert code == 0 and all(name in out for name in neighbours(lettered(), "bank", 3).labels)
-    for wrong in (
-        ("neighbours",),
-        ("analogy", "bank"),
-        ("positions", "bank"),
-        ("word", "boat", *sentences),
-        ("neighbours", "zebra"),
-    ):
-        code, _, err = command(*wrong)
-        assert code == 2 and err.startswith("clearhead: ") and err.count("\n") == 1, err
+def test_the_command(tmp_path, clearhead):
+    lettered().save(tmp_path / "model")
+    command, sentences = ("geometry", tmp_path / "model"), ("a bank lends money", "by the river bank")
+    asked = [("neighbours", "bank"), ("analogy", "bank", "river", "boat"), ("map",)]
+    asked += [("positions", "--length 9"), ("similarity", "--length 9"), ("word", "bank", *sentences)]
+    for number, words in enumerate(asked):
+        assert clearhead(*command, *words, f"--json --plot {tmp_path}/{number}.png").json
+        assert (tmp_path / f"{number}.png").stat().st_size > 5000
+    shown = clearhead(*command, "neighbours", "bank", "--k 3").out
+    assert all(name in shown for name in neighbours(lettered(), "bank", 3).labels)
+    wrong = [("neighbours",), ("analogy", "bank"), ("positions", "bank"), ("neighbours", "zebra")]
+    for words in (*wrong, ("word", "boat", *sentences)):
+        clearhead.refuses("clearhead: ", *command, *words)

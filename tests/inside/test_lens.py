@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.app.plot.prompts import draw_contributions, draw_lens
 from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.inside.lens import contributions, lens, stopped_at
 from clearhead.inside.names import states
-from tests.harness import V, build, some_ids
+from tests.harness import PATCHES, V, build, some_ids
 
+pytestmark = pytest.mark.ledger("K6")
 IDS, TARGET = some_ids(1)[0].tolist(), some_ids(1, 5, seed=3)[0].tolist()
 PLACES = {
     "pre": {},
@@ -29,31 +29,19 @@ PLACES = {
     "parallel": {"parallel": True},
     "parallel sandwich": {"parallel": True, "norm_position": "sandwich", "parallel_norms": 2},
 }
-IMAGE = {
-    "input": "patches",
-    "image_size": (8, 8),
-    "patch_size": 4,
-    "n_channels": 1,
-    "class_token": True,
-    "vocab_size": 0,
-}
+IMAGE = {**PATCHES, "n_channels": 1}
+CLASSES = {"family": "encoder", "head": "classifier", "n_classes": 3}
 HEADS = {
     "soft cap": {"logit_softcap": 2.0, "logit_scale": 0.5, "residual_scale": 0.3},
     "narrow table": {"d_embedding": 8, "head_bias": True, "embedding_norm": True, "tie_embeddings": True},
     "masked": {"family": "encoder", "n_types": 2},
     "masked, linear": {"family": "encoder", "head_transform": False},
-    "classifier, first": {"family": "encoder", "head": "classifier", "n_classes": 3, "pooler": "tanh"},
-    "classifier, mean": {
-        "family": "encoder",
-        "head": "classifier",
-        "n_classes": 3,
-        "pooling": "mean",
-        "pooler": "relu",
-    },
+    "classifier, first": {**CLASSES, "pooler": "tanh"},
+    "classifier, mean": {**CLASSES, "pooling": "mean", "pooler": "relu"},
     "classifier, last": {"head": "classifier", "n_classes": 3},
     "tagger": {"family": "encoder", "head": "tagger", "n_classes": 3},
     "span": {"family": "encoder", "head": "span"},
-    "image": {"family": "encoder", "head": "classifier", "n_classes": 3, "positions": "sinusoidal", **IMAGE},
+    "image": {**CLASSES, "positions": "sinusoidal", **IMAGE},
     "experts": {"n_experts": 3, "positions": "alibi"},
     "shared layers": {"layer_groups": 1, "positions": "relative"},
     "pruned": {"pruned_heads": {"blocks.0.attention": (1,)}, "norm_unit_offset": True},
@@ -80,31 +68,20 @@ def matrix():
             ("layernorm", "rmsnorm"), (False, True), (False, True), (4, 2), ("learned", "rope")
         ):
             # A quarter of them, in which any two of the four choices still occur together.
-            if (gated + tied + (groups == 4)) % 2 == 0 and (
-                tied + (positions == "rope") + number + (norm == "rmsnorm")
-            ) % 2 == 0:
-                choices = {
-                    "norm": norm,
-                    "gated": gated,
-                    "tie_embeddings": tied,
-                    "n_kv_heads": groups,
-                    "positions": positions,
-                }
-                yield f"{family} {place}", build(number, family=family, **PLACES[place], **choices)
+            first = gated + tied + (groups == 4)
+            second = tied + (positions == "rope") + number + (norm == "rmsnorm")
+            if first % 2 == 0 and second % 2 == 0:
+                choices = {"norm": norm, "gated": gated, "tie_embeddings": tied, "n_kv_heads": groups}
+                choices |= {"family": family, "positions": positions, **PLACES[place]}
+                yield f"{family} {place}", build(number, **choices)
 
 
-@pytest.mark.ledger("K6")
 def test_the_last_layer_is_the_models_answer_bit_for_bit():
     models = {name: build(**changes) for name, changes in HEADS.items()}
-    models |= {
-        f"{place} {norm}": build(norm=norm, **PLACES[place])
-        for place in PLACES
-        for norm in ("layernorm", "rmsnorm")
-    }
-    models |= {
-        f"both, {place}": build(family="encoder-decoder", norm_position=place)
-        for place in ("pre", "post", "sandwich")
-    }
+    for place, changes in PLACES.items():
+        models |= {f"{place} {norm}": build(norm=norm, **changes) for norm in ("layernorm", "rmsnorm")}
+    for place in ("pre", "post", "sandwich"):
+        models[f"both, {place}"] = build(family="encoder-decoder", norm_position=place)
     for name, model in models.items():
         given, more = inputs(model.config)
         main_input = given if isinstance(given, torch.Tensor) else torch.tensor([more.get("target", given)])
@@ -117,7 +94,6 @@ def test_the_last_layer_is_the_models_answer_bit_for_bit():
         assert found.divergence[-1].abs().max() == 0, name
 
 
-@pytest.mark.ledger("K6")
 def test_every_number_of_the_lens_by_hand():
     model = build(n_layers=3, logit_scale=3.0).double()
     found = lens(model, IDS, top=4)
@@ -125,13 +101,10 @@ def test_every_number_of_the_lens_by_hand():
         last = model(torch.tensor([IDS])).logits[0].numpy()
     head, norm = model.head.out.weight.detach().numpy(), model.decoder.norm
     assert found.layers == ("embedding", "block 0", "block 1", "block 2")
-    for layer, name in enumerate(
-        ("embedding", "blocks.0.resid_post", "blocks.1.resid_post", "blocks.2.resid_post")
-    ):
+    for layer, name in enumerate(["embedding", *(f"blocks.{block}.resid_post" for block in range(3))]):
         for place, x in enumerate(seen[name][0].numpy()):
-            x = (x - x.mean()) / np.sqrt(
-                x.var() + norm.eps
-            ) * norm.weight.detach().numpy() + norm.bias.detach().numpy()
+            x = (x - x.mean()) / np.sqrt(x.var() + norm.eps)
+            x = x * norm.weight.detach().numpy() + norm.bias.detach().numpy()
             p = np.exp(head @ x * 3.0) / np.exp(head @ x * 3.0).sum()
             final = np.exp(last[place]) / np.exp(last[place]).sum()
             order = np.argsort(-p)
@@ -139,42 +112,34 @@ def test_every_number_of_the_lens_by_hand():
             assert found.top_names[layer][place] == tuple(map(str, order[:4]))
             np.testing.assert_allclose(found.top_probabilities[layer, place], p[order[:4]], atol=1e-6)
             assert float(found.entropy[layer, place]) == pytest.approx(-(p * np.log2(p)).sum(), abs=1e-5)
-            assert float(found.divergence[layer, place]) == pytest.approx(
-                (final * np.log2(final / p)).sum(), abs=1e-5
-            )
+            apart = (final * np.log2(final / p)).sum()
+            assert float(found.divergence[layer, place]) == pytest.approx(apart, abs=1e-5)
             assert found.chosen[place] == final.argmax()
             assert int(found.chosen_ranks[layer, place]) == 1 + order.tolist().index(final.argmax())
-            assert float(found.chosen_probabilities[layer, place]) == pytest.approx(
-                p[final.argmax()], abs=1e-6
-            )
+            chosen = float(found.chosen_probabilities[layer, place])
+            assert chosen == pytest.approx(p[final.argmax()], abs=1e-6)
             if place + 1 < len(IDS):
                 assert found.true[place] == IDS[place + 1]
                 assert int(found.true_ranks[layer, place]) == 1 + order.tolist().index(IDS[place + 1])
-                assert float(found.true_probabilities[layer, place]) == pytest.approx(
-                    p[IDS[place + 1]], abs=1e-6
-                )
-    assert (
-        found.true[-1] == -1
-        and found.true_names[-1] is None
-        and found.true_probabilities[:, -1].isnan().all()
-    )
+                true = float(found.true_probabilities[layer, place])
+                assert true == pytest.approx(p[IDS[place + 1]], abs=1e-6)
+    assert found.true[-1] == -1
+    assert found.true_names[-1] is None
+    assert found.true_probabilities[:, -1].isnan().all()
     plain = found.to_dict()
     assert json.loads(json.dumps(plain, allow_nan=False))["true_probabilities"][0][-1] is None
 
 
-@pytest.mark.ledger("K6")
 def test_columns_and_choices_of_each_head():
     span = lens(build(**HEADS["span"]), IDS, top=3)
     assert span.columns == ("begins", "ends") and span.kind == "place"
     assert span.chosen_names[0].split(":")[1] == str(IDS[int(span.chosen[0])])
-    assert lens(build(**HEADS["image"]), inputs(build(**HEADS["image"]).config)[0]).columns == (
-        "whole image",
-    )
+    image = build(**HEADS["image"])
+    assert lens(image, inputs(image.config)[0]).columns == ("whole image",)
     assert lens(build(**HEADS["classifier, mean"]), IDS).top_names[0][0][0].startswith("LABEL_")
     masked = ch.Model(build(**HEADS["masked"]), special={"mask": IDS[2]})
-    assert [true for true in lens(masked, IDS).true.tolist() if true != -1] == [
-        token for token in IDS if token != IDS[2]
-    ]
+    true = [token for token in lens(masked, IDS).true.tolist() if token != -1]
+    assert true == [token for token in IDS if token != IDS[2]]
     # Ask for more than one piece of columns, and for all choices.
     assert lens(build(), list(range(V)) * 2, top=99).top.shape == (3, 2 * V, V)
     for head in ("embedding", "none"):
@@ -184,7 +149,6 @@ def test_columns_and_choices_of_each_head():
         lens(build(), IDS, top=0)
 
 
-@pytest.mark.ledger("K6")
 @pytest.mark.slow
 def test_contributions_add_up_to_the_logit(differences):
     cases = [*matrix(), *((name, build(**changes)) for name, changes in HEADS.items())]
@@ -201,7 +165,6 @@ def test_contributions_add_up_to_the_logit(differences):
             assert found.capped == pytest.approx(bent, abs=1e-5)
 
 
-@pytest.mark.ledger("K6")
 def test_contributions_name_the_logit_of_the_model():
     model = build(n_layers=2)
     logits = model(torch.tensor([IDS])).logits[0].detach()
@@ -240,7 +203,6 @@ def frozen_run(model: ch.Transformer, run, sizes: dict[nn.Module, torch.Tensor] 
             one.remove()
 
 
-@pytest.mark.ledger("K6")
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 def test_a_head_is_what_is_missing_without_it(family, place):
@@ -255,11 +217,8 @@ def test_a_head_is_what_is_missing_without_it(family, place):
     def run():
         return model(ids, **source).logits[0, -1, 3]
 
-    outs = [
-        name
-        for name in ch.tap_names(model.config)
-        if name.endswith(".out") and not name.startswith("encoder.")
-    ]
+    taps = [name for name in ch.tap_names(model.config) if not name.startswith("encoder.")]
+    outs = [name for name in taps if name.endswith(".out")]
     with ch.record(model, *outs) as seen:
         whole, sizes = frozen_run(model, run, None)
     found = contributions(model, given, 3, **more)
@@ -277,9 +236,8 @@ def test_a_head_is_what_is_missing_without_it(family, place):
             without_head = torch.ones(1, 4, 1, 1, dtype=torch.float64).index_fill(1, torch.tensor([head]), 0)
             with ch.edit(model, {**held, name.replace(".out", ".z"): lambda z, kept=without_head: z * kept}):
                 without, _ = frozen_run(model, run, sizes)
-            assert terms["self" if kind == "attention" else kind, layer, head] == pytest.approx(
-                float(whole - without), abs=1e-10
-            )
+            term = terms["self" if kind == "attention" else kind, layer, head]
+            assert term == pytest.approx(float(whole - without), abs=1e-10)
 
 
 def test_wrong_names_are_refused_in_one_line():
@@ -292,7 +250,7 @@ def test_wrong_names_are_refused_in_one_line():
     ):
         with pytest.raises(ch.InputError, match=words):
             contributions(model, IDS, **change)
-    with pytest.raises(ch.InputError, match='no class "LABEL_9"'):
+    with pytest.raises(ch.InputError, match='class "LABEL_9" is not known'):
         contributions(build(**HEADS["tagger"]), IDS, "LABEL_9")
 
 
@@ -302,12 +260,10 @@ def stories(shared):
     return folder, ch.load(folder / "hf", tokenizer=folder / "tok512.bin")
 
 
-@pytest.mark.ledger("K6")
 def test_a_trained_model_and_its_pictures(stories):
     _, m = stories
-    text = (
-        "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day"
-    )
+    text = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    text += " One day"
     found = lens(m, text)
     assert found.chosen_names[-1] == "," and found.true_names[:2] == ("·Once", "·upon")
     figure = draw_lens(found)
@@ -321,25 +277,14 @@ def test_a_trained_model_and_its_pictures(stories):
     assert any("added to the logit" in axes.get_ylabel() for axes in draw_contributions(parts).axes)
 
 
-@pytest.mark.ledger("K6")
-def test_the_command(stories, capsys, tmp_path):
+def test_the_command(stories, clearhead, tmp_path):
     folder, _ = stories
     asked = ["lens", str(folder / "hf"), "Once upon a", "--tokenizer", str(folder / "tok512.bin")]
-    main([*asked, "--json", "--plot", str(tmp_path / "lens.png")])
-    body = json.loads(capsys.readouterr().out)
+    body = clearhead(*asked, f"--json --plot {tmp_path}/lens.png").json
     assert body["chosen_names"][-1] == "·time" and (tmp_path / "lens.png").stat().st_size > 1000
-    main(asked)
-    assert "·time" in capsys.readouterr().out
-    main([*asked, "--contributions", "--token", " time", "--against", "·day", "--json"])
-    body = json.loads(capsys.readouterr().out)
-    assert (body["choice"], body["against"]) == ("·time", "·day") and body["total"] == pytest.approx(
-        body["logit"], abs=1e-4
-    )
-    for wrong in (
-        ["--token", "·time"],
-        ["--position", "9"],
-        ["--contributions", "--token", "girls and boys"],
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main([*asked, *wrong])
-        assert stop.value.code == 2 and len(capsys.readouterr().err.strip().splitlines()) == 1
+    assert "·time" in clearhead(*asked).out
+    body = clearhead(*asked, "--contributions --token", " time", "--against ·day --json").json
+    assert (body["choice"], body["against"]) == ("·time", "·day")
+    assert body["total"] == pytest.approx(body["logit"], abs=1e-4)
+    for wrong in (["--token ·time"], ["--position 9"], ["--contributions --token", "girls and boys"]):
+        clearhead.refuses("", *asked, *wrong)

@@ -18,7 +18,7 @@ from tests.harness import V, build
 from tests.test_use_commands import run
 from tests.tokens.toys import LINES, trained
 
-pytestmark = pytest.mark.ledger("J3")
+pytestmark = pytest.mark.ledger("I4", "J2", "J3")
 
 SILENT = lambda stage, done, total: None  # noqa: E731
 
@@ -40,7 +40,6 @@ def plain_losses(model: ch.Transformer, row: list[int], whole: bool = False) -> 
 # Loss by position -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("J2")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -94,9 +93,8 @@ def test_scalings_equal_models_that_are_loaded_with_them(tmp_path):
     kinds = [None, ("linear", 4.0), ("dynamic", 1.0), ("dynamic", 2.0), ("yarn", 4.0), ("yarn", 8.0)]
     kinds.append(("llama3", 2.0))
     found = positions.try_scalings(model, text, names, 2, 4, SILENT)
-    assert [one.name for one in found] == [
-        *("none", "linear:4", "ntk:1", "dynamic:2", "yarn:4", "yarn:8", "llama3:2")
-    ]
+    named = ["none", "linear:4", "ntk:1", "dynamic:2", "yarn:4", "yarn:8", "llama3:2"]
+    assert [one.name for one in found] == named
     rows = list(text.rows(64, 2))
     for one, kind in zip(found, kinds, strict=True):
         scaling = kind and RopeScaling(kind=kind[0], factor=kind[1], original_positions=16)
@@ -151,10 +149,7 @@ def finder(vocab: int, length: int) -> ch.Transformer:
         stack.positions.table.weight[:, place] = torch.eye(length)
         first, last = (block.attention for block in stack.blocks)
         for head, (back, written) in enumerate(((1, before), (2, second))):
-            rows, values = (
-                slice(head * width, head * width + length),
-                slice(head * width, head * width + vocab),
-            )
+            rows, values = (slice(head * width, head * width + size) for size in (length, vocab))
             first.q.weight[rows, place] = 9 * torch.eye(length).roll(-back, 0)
             first.k.weight[rows, place] = torch.eye(length)
             first.v.weight[values, token] = one_hot
@@ -245,7 +240,6 @@ def test_words_are_those_of_the_text(kind):
 # Cost -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ledger("I4")
 def test_cost_is_measured_beside_what_is_computed():
     model = build(positions="rope")
     found = ch.long(model, parts=["cost"], length=64)
@@ -259,10 +253,8 @@ def test_cost_is_measured_beside_what_is_computed():
         # One layer's tensors live at once: between one state and all that training keeps.
         assert 4 * 16 * point.length < point.peak < point.activations
     assert slope([1, 2, 4, 8], [3, 12, 48, 192]) == pytest.approx(2)
-    grown = [
-        ch.long(build(positions="rope", attention=kind), parts=["cost"], length=2048).cost.slopes
-        for kind in ("linear", "full")
-    ]
+    models = [build(positions="rope", attention=kind) for kind in ("linear", "full")]
+    grown = [ch.long(model, parts=["cost"], length=2048).cost.slopes for model in models]
     assert grown[0]["flops"] == pytest.approx(1, abs=0.05) and grown[1]["flops"] > 1.5
     assert {*found.cost.slopes} == {"seconds", "peak", "flops", "activations"}
 
@@ -290,9 +282,8 @@ def folder(tmp_path):
     size = tokenizer.get_vocab_size()
     model = build(positions="rope", vocab_size=size, max_positions=48)
     ch.Model(model, tokenizer).save(tmp_path / "rope")
-    ch.Model(build(positions="learned", vocab_size=size, max_positions=48), tokenizer).save(
-        tmp_path / "learned"
-    )
+    learned = build(positions="learned", vocab_size=size, max_positions=48)
+    ch.Model(learned, tokenizer).save(tmp_path / "learned")
     ch.Model(build(family="encoder", vocab_size=size), tokenizer).save(tmp_path / "encoder")
     return tmp_path
 
@@ -370,7 +361,7 @@ def test_mistakes_are_one_line(name, options, words, folder, capsys, monkeypatch
 
 def test_mistakes_in_python_are_named(folder):
     m = ch.load(folder / "rope")
-    with pytest.raises(InputError, match='no part is called "cots"'):
+    with pytest.raises(InputError, match='part "cots" is not known'):
         ch.long(m, folder / "text.txt", parts=["cots"])
     with pytest.raises(InputError, match="nothing is to be done"):
         ch.long(m, folder / "text.txt", parts=[])

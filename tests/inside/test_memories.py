@@ -5,47 +5,28 @@ A planted neuron is found.
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
-from clearhead.app import cli
 from clearhead.errors import InputError
-from clearhead.inside import neurons
+from clearhead.inside import memories as reading
 from clearhead.inside.memories import memories
-from tests.harness import V, build, config, scramble, some_ids
+from tests.harness import PATCHES, V, build, config, scramble, some_ids, word_tokenizer
 
 pytestmark = pytest.mark.ledger("K5")
 BOTH = {"family": "encoder-decoder", "n_encoder_layers": 1}
 ENCODER = {"family": "encoder"}
-IMAGES = {
-    "family": "encoder",
-    "input": "patches",
-    "image_size": (8, 8),
-    "patch_size": 4,
-    "class_token": True,
-    "vocab_size": 0,
-    "n_classes": 3,
-}
+IMAGES = {**PATCHES, "family": "encoder", "n_classes": 3}
 WORDS = ["<s>", "</s>", "sun", "moon", "rises", "sets", "and", "then", "late", "early"]
-TEXTS = [
-    "sun rises early and then moon sets",
-    "late sun rises",
-    "and sun rises then moon rises late",
-    "moon sets",
-] * 4
+TEXTS = ["sun rises early and then moon sets", "late sun rises", "and sun rises then moon rises late"]
+TEXTS = [*TEXTS, "moon sets"] * 4
 
 
 def worded(model: ch.Transformer) -> ch.Model:
     """A model with a tokenizer of ten words."""
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="</s>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = word_tokenizer(WORDS, "</s>")
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return ch.Model(model, tokenizer, special={"bos": 0, "eos": 1, "unk": 1})
 
@@ -55,11 +36,7 @@ def texts_for(model: ch.Transformer, count: int = 7) -> list:
     if model.config.input == "patches":
         return [torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
     rows = [some_ids(1, 3 + 2 * seed % 7, seed)[0].tolist() for seed in range(count)]
-    return (
-        rows
-        if model.decoder is None or model.encoder is None
-        else [(row, other) for row, other in zip(rows, rows[::-1])]
-    )
+    return rows if model.decoder is None or model.encoder is None else list(zip(rows, rows[::-1]))
 
 
 def every_activation(model: ch.Transformer, texts: list, tap: str) -> dict[tuple[int, int], np.ndarray]:
@@ -76,46 +53,42 @@ def every_activation(model: ch.Transformer, texts: list, tap: str) -> dict[tuple
         rows = recorded[tap].reshape(-1, recorded[tap].shape[-1]).numpy()
         places = list(range(len(rows)))
         if expert is not None:
-            logits = recorded[router][0]
-            places = [
-                place
-                for place in range(len(logits))
-                if expert in logits[place].argsort(descending=True)[:2].tolist()
-            ]
+            best = [row.argsort(descending=True)[:2].tolist() for row in recorded[router][0]]
+            places = [place for place, chosen in enumerate(best) if expert in chosen]
         seen |= {(number, place): row for place, row in zip(places, rows)}
     return seen
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"activation": "silu", "gated": True, "norm": "rmsnorm"},
-        {"norm_position": "post", **ENCODER},
-        {"n_experts": 3, "n_active_experts": 2},
-        {"n_experts": 2, "d_expert": 6, "d_shared_expert": 5, "n_layers": 3, "dense_layers": (1,)},
-        {"parallel": True, "layer_groups": 1},
-        BOTH,
-        {"positions": "sinusoidal", **IMAGES},
-    ],
-    ids=["decoder", "gated", "encoder", "experts", "shared expert", "parallel shared", "both", "patches"],
-)
+SHAPES = {
+    "decoder": {},
+    "gated": {"activation": "silu", "gated": True, "norm": "rmsnorm"},
+    "encoder": {"norm_position": "post", **ENCODER},
+    "experts": {"n_experts": 3, "n_active_experts": 2},
+    "shared": {"n_experts": 2, "d_expert": 6, "d_shared_expert": 5, "n_layers": 3, "dense_layers": (1,)},
+    "parallel": {"parallel": True, "layer_groups": 1},
+    "both": BOTH,
+    "patches": {"positions": "sinusoidal", **IMAGES},
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("batch", [4096, 12], ids=["one batch", "small batches"])
-def test_the_running_top_is_the_top_of_all_activations(changes, batch, monkeypatch, differences):
-    monkeypatch.setattr(neurons, "BATCH", batch)
+def test_the_running_top_is_the_top_of_all_activations(name, batch, monkeypatch, differences):
+    monkeypatch.setattr(reading, "BATCH", batch)
+    changes = SHAPES[name]
     model = build(**{**changes, "d_ff": 8})
     texts = texts_for(model)
     found = memories(model, iter(texts), top=4)
     several = 7 if model.config.dense_layers else 2 * max(1, model.config.n_experts)
-    assert len(found.shelves) == (3 if changes is BOTH else several)
-    for shelf in found.shelves:
-        part = f"{shelf.stack}blocks.{shelf.layer}.{shelf.part}"
+    assert len(found.groups) == (3 if changes is BOTH else several)
+    for group in found.groups:
+        part = f"{group.stack}blocks.{group.layer}.{group.part}"
         everything = every_activation(model, texts, f"{part}.post")
         table = np.stack(list(everything.values()))
-        for row in range(len(shelf.units)):
+        for row in range(len(group.units)):
             wanted = np.sort(table[:, row])[::-1][:4]
             wanted = wanted[wanted > 0]
-            contexts = found.neuron(shelf.name(row)).contexts
+            contexts = found.neuron(group.name(row)).contexts
             values = torch.tensor([context.activation for context in contexts])
             assert differences.see("top", values, torch.from_numpy(wanted.copy())) < 1e-5
             there = torch.tensor([everything[context.text, context.place][row] for context in contexts])
@@ -136,16 +109,12 @@ def by_hand(model: ch.Transformer, layer: int, unit: int) -> np.ndarray:
         return np.array([(value - mean) * scale for value, scale in zip(x, weight)])
 
     blocks = list(model.main.blocks)
-    x = through(
-        blocks[layer].feedforward_residual.inside, array(blocks[layer].feedforward.down.weight)[:, unit]
-    )
+    column = array(blocks[layer].feedforward.down.weight)[:, unit]
+    x = through(blocks[layer].feedforward_residual.inside, column)
     x = through(blocks[layer].feedforward_residual.after, x * model.config.residual_scale)
     for block in blocks[layer + 1 :]:
-        for residual in (
-            block.attention_residual,
-            *([block.cross_residual] if block.cross else []),
-            block.feedforward_residual,
-        ):
+        cross = [block.cross_residual] if block.cross else []
+        for residual in (block.attention_residual, *cross, block.feedforward_residual):
             x = through(residual.after, x)
     x = through(model.main.norm, x)
     head = model.head
@@ -175,14 +144,11 @@ def test_promoted_tokens_equal_a_loop_in_float64(changes, differences):
         scores = by_hand(model, layer, unit)
         memory = found.neuron(f"{layer}.{unit}")
         order = np.argsort(scores)
-        names = (
-            [str(token) for token in order] if not found.head.names else [f"LABEL_{token}" for token in order]
-        )
+        names = [f"LABEL_{token}" if found.head.names else str(token) for token in order]
         assert [name for name, _ in memory.promoted] == names[::-1][:5]
         assert [name for name, _ in memory.suppressed] == names[:5]
-        ours = torch.tensor(
-            [score for _, score in (*memory.promoted, *memory.suppressed)], dtype=torch.float64
-        )
+        told = [score for _, score in (*memory.promoted, *memory.suppressed)]
+        ours = torch.tensor(told, dtype=torch.float64)
         theirs = torch.from_numpy(np.concatenate([scores[order[::-1][:5]], scores[order[:5]]]))
         assert differences.see("score", ours, theirs) < 1e-5
         token = 4
@@ -196,10 +162,9 @@ def planted() -> ch.Model:
     model = scramble(ch.Transformer(config(**settings)), spread=0.02).eval()
     with torch.no_grad():
         block = model.decoder.blocks[1]
-        model.decoder.embedding.front.tokens.weight.copy_(
-            torch.nn.init.orthogonal_(torch.empty(len(WORDS), 32)) * 4
-        )
-        sun = model.decoder.embedding.front.tokens.weight[WORDS.index("sun")]
+        table = model.decoder.embedding.front.tokens.weight
+        table.copy_(torch.nn.init.orthogonal_(torch.empty(len(WORDS), 32)) * 4)
+        sun = table[WORDS.index("sun")]
         block.feedforward.up.weight[5] = sun
         block.feedforward.up.bias[5] = -5.0
         block.feedforward.down.weight[:, 5] = 3 * model.head.out.weight[WORDS.index("rises")]
@@ -220,9 +185,8 @@ def test_a_planted_neuron_is_found():
     assert ("1.5", 1.0) in [(name, share) for name, share, _ in found.search("sun", 3).fired]
     answers = [word for text in texts for word in text.split()[1:]]
     assert best.chance == pytest.approx(answers.count("rises") / len(answers))  # depth is one token of ten
-    assert found.ranked("activation", 1)[0].activation == max(
-        float(shelf.activations.max()) for shelf in found.shelves
-    )
+    largest = max(float(group.activations.max()) for group in found.groups)
+    assert found.ranked("activation", 1)[0].activation == largest
 
 
 def test_agreement_is_the_share_of_contexts_whose_next_token_is_promoted():
@@ -232,19 +196,16 @@ def test_agreement_is_the_share_of_contexts_whose_next_token_is_promoted():
     assert found.depth == 2
     for memory in found.ranked(count=None):
         said = {name for name, _ in memory.promoted[:2]}
-        following = [
-            texts[context.text][context.place + 1 : context.place + 2] for context in memory.contexts
-        ]
-        assert memory.agreement == pytest.approx(
-            sum(str(token[0]) in said for token in following if token) / 6
-        )
+        places = [(texts[context.text], context.place + 1) for context in memory.contexts]
+        following = [str(text[place]) for text, place in places if place < len(text)]
+        assert memory.agreement == pytest.approx(sum(token in said for token in following) / 6)
 
 
 def test_long_texts_are_read_in_stretches_and_the_limit_holds():
     m = worded(build(vocab_size=len(WORDS), max_positions=8))
     text = " ".join(WORDS[2:]) + " " + " ".join(WORDS[2:][::-1])
-    assert [len(p.prepared.tokens) for p in neurons.passages(m, [text, "", text])] == [8, 8, 8, 8]
-    assert [p.answers[-1] for p in neurons.passages(m, [text])] == [WORDS.index("early"), neurons.NOTHING]
+    assert [len(p.prepared.tokens) for p in reading.passages(m, [text, "", text])] == [8, 8, 8, 8]
+    assert [p.answers[-1] for p in reading.passages(m, [text])] == [WORDS.index("early"), reading.NOTHING]
     assert memories(m, [text] * 9).tokens == 9 * 16
     assert memories(m, [text] * 9, limit=30).tokens == 32
 
@@ -252,7 +213,7 @@ def test_long_texts_are_read_in_stretches_and_the_limit_holds():
 def test_a_target_ends_and_its_answers_are_its_next_tokens():
     m = worded(build(vocab_size=len(WORDS), **BOTH))
     m.special["decoder_start"] = 0
-    passage = next(neurons.passages(m, [("sun and moon", "moon and sun")]))
+    passage = next(reading.passages(m, [("sun and moon", "moon and sun")]))
     assert passage.prepared.tokens.ids == (0, *(WORDS.index(word) for word in ("moon", "and", "sun")))
     assert passage.answers == (*passage.prepared.tokens.ids[1:], WORDS.index("</s>"))
 
@@ -260,11 +221,8 @@ def test_a_target_ends_and_its_answers_are_its_next_tokens():
 def test_what_cannot_be_promoted_is_refused_and_the_contexts_stay():
     both = memories(build(**BOTH), texts_for(build(**BOTH)))
     assert both.neuron("encoder.0.1").promoted == () and both.neuron("encoder.0.1").contexts
-    for changes in (
-        {"head": "classifier", "n_classes": 3, "pooler": "tanh"},
-        {"head": "embedding"},
-        {"head": "none"},
-    ):
+    classes = {"head": "classifier", "n_classes": 3, "pooler": "tanh"}
+    for changes in (classes, {"head": "embedding"}, {"head": "none"}):
         model = build(**ENCODER, **changes)
         found = memories(model, texts_for(model))
         assert "cannot be read off" in found.note and not found.agrees
@@ -276,13 +234,8 @@ def test_what_cannot_be_promoted_is_refused_and_the_contexts_stay():
 def test_patches_are_named_by_row_and_column():
     model = build(**IMAGES)
     found = memories(model, texts_for(model), top=40)
-    assert {context.token for memory in found.ranked(count=None) for context in memory.contexts} == {
-        "[CLS]",
-        "0,0",
-        "0,1",
-        "1,0",
-        "1,1",
-    }
+    contexts = [context for memory in found.ranked(count=None) for context in memory.contexts]
+    assert {context.token for context in contexts} == {"[CLS]", "0,0", "0,1", "1,0", "1,1"}
 
 
 @pytest.mark.parametrize(
@@ -291,8 +244,8 @@ def test_patches_are_named_by_row_and_column():
         ({"neurons": ["2.5"]}, 'no neuron "2.5": neurons are called layer.neuron'),
         ({"neurons": ["0.24"]}, "neurons 0 to 23"),
         ({"neurons": []}, "no neurons are named"),
-        ({"layer": 7}, 'no layer "7": layers are 0, 1'),
-        ({"layer": "encoder.0"}, "no layer"),
+        ({"layer": 7}, 'layer "7" is not known.*: choose from 0, 1'),
+        ({"layer": "encoder.0"}, 'layer "encoder.0" is not known'),
         ({"top": 0}, "top 0 must be 1 or more"),
         ({"texts": []}, "corpus is empty"),
         ({"texts": [("a", "b")]}, "a pair was given"),
@@ -306,63 +259,23 @@ def test_mistakes_are_one_line(given, message):
 
 def test_only_the_neurons_asked_for_are_kept():
     found = memories(build(), [[1, 2, 3]], neurons=["1.7", "1.2"])
-    assert [shelf.name(row) for shelf in found.shelves for row in range(len(shelf.units))] == ["1.2", "1.7"]
+    assert [group.name(row) for group in found.groups for row in range(len(group.units))] == ["1.2", "1.7"]
     with pytest.raises(InputError, match="was not looked at"):
         found.neuron("0.3")
     with pytest.raises(InputError, match=f"ids go from 0 to {V - 1}"):
         found.search(99)
 
 
-def command(*arguments, capsys):
-    try:
-        cli.main([str(argument) for argument in arguments])
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    out = capsys.readouterr()
-    return code, out.out, out.err
-
-
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, clearhead):
     planted().save(tmp_path / "model")
-    (tmp_path / "corpus.txt").write_text("\n".join(TEXTS))
-    model = tmp_path / "model"
-    code, out, _ = command(
-        "memories",
-        model,
-        tmp_path / "corpus.txt",
-        "--json",
-        "--top",
-        8,
-        "--plot",
-        tmp_path / "all.png",
-        capsys=capsys,
-    )
-    body = json.loads(out)
-    assert code == 0 and body["neurons"][0]["name"] == "1.5" and (tmp_path / "all.png").stat().st_size > 5000
-    code, out, _ = command(
-        "memories",
-        model,
-        "--text",
-        "sun rises",
-        "--neuron",
-        "1.5",
-        "--plot",
-        tmp_path / "one.svg",
-        capsys=capsys,
-    )
-    assert code == 0 and "⟦sun⟧" in out and (tmp_path / "one.svg").exists()
-    code, out, _ = command(
-        "memories", model, "--text", "sun rises", "--token", "rises", "--json", capsys=capsys
-    )
-    assert code == 0 and json.loads(out)["promoting"][0][0] == "1.5"
-    for wrong in (
-        ("--neuron", "9.9"),
-        ("--layer", "x"),
-        ("--token", "nowhere and back"),
-        ("--plot", "picture.doc"),
-    ):
-        code, out, err = command("memories", model, "--text", "sun rises", *wrong, capsys=capsys)
-        assert code == 2 and err.startswith("clearhead: ") and err.count("\n") == 1, err
-    code, _, err = command("memories", model, tmp_path / "nothing.txt", capsys=capsys)
-    assert code == 2 and "nothing.txt" in err
+    corpus, model = tmp_path / "corpus.txt", tmp_path / "model"
+    corpus.write_text("\n".join(TEXTS))
+    body = clearhead("memories", model, corpus, f"--json --top 8 --plot {tmp_path}/all.png").json
+    assert body["neurons"][0]["name"] == "1.5" and (tmp_path / "all.png").stat().st_size > 5000
+    text = ["memories", model, "--text", "sun rises"]
+    assert "⟦sun⟧" in clearhead(*text, f"--neuron 1.5 --plot {tmp_path}/one.svg").out
+    assert (tmp_path / "one.svg").exists()
+    assert clearhead(*text, "--token rises --json").json["promoting"][0][0] == "1.5"
+    for wrong in (["--neuron 9.9"], ["--layer x"], ["--token", "nowhere and back"], ["--plot picture.doc"]):
+        clearhead.refuses("clearhead: ", *text, *wrong)
+    clearhead.refuses("nothing.txt", "memories", model, tmp_path / "nothing.txt")

@@ -6,26 +6,19 @@ import json
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.app.plot.prompts import draw_patching
-from clearhead.inside import patch as module
+from clearhead.inside import interventions
 from clearhead.inside.inputs import InputTokens, prepare
-from clearhead.inside.patch import PARTS, Site, aligned, patch, patched_scores
-from tests.harness import build, some_ids
+from clearhead.inside.interventions import Site, patched_scores
+from clearhead.inside.patch import PARTS, aligned, patch
+from tests.harness import PATCHES, build, some_ids, word_tokenizer
 
+pytestmark = pytest.mark.ledger("K8")
 CLEAN, CORRUPT = (some_ids(1, 6, seed=seed)[0].tolist() for seed in (1, 2))
 TARGET = some_ids(1, 4, seed=3)[0].tolist()
-IMAGE = {
-    "input": "patches",
-    "image_size": (8, 8),
-    "patch_size": 4,
-    "n_channels": 1,
-    "class_token": True,
-    "vocab_size": 0,
-}
+IMAGE = {**PATCHES, "n_channels": 1}
 MODELS = {
     "pre": {"n_kv_heads": 2},
     "post": {"norm_position": "post"},
@@ -47,18 +40,14 @@ def prompts(config: ch.ModelConfig):
     return CLEAN, CORRUPT, {"target": TARGET} if config.family == "encoder-decoder" else {}
 
 
-def one_at_a_time(
-    model: ch.Transformer, clean, corrupt, more, part: str, stack: str, layer: int, column: int, read
-) -> float:
+def one_at_a_time(model, clean, corrupt, more, part: str, stack: str, layer: int, column: int, read):
     """One patch, by a run of its own and an edit written out."""
     prefix = "encoder." if stack == "encoder" else ""
     end = {"residual": "resid_pre", "heads": "attention.z", "cross heads": "cross.z"}.get(part, f"{part}.out")
-    plan = (
-        model.config.encoder if stack == "encoder" or model.config.decoder is None else model.config.decoder
-    )
-    name = (
-        f"{prefix}blocks.{layer}.{end}" if layer < plan.n_layers else f"{prefix}blocks.{layer - 1}.resid_post"
-    )
+    decodes = stack != "encoder" and model.config.decoder is not None
+    plan = model.config.decoder if decodes else model.config.encoder
+    past = layer == plan.n_layers
+    name = f"{prefix}blocks.{layer - past}.{'resid_post' if past else end}"
 
     def run(given):
         ids = given if isinstance(given, torch.Tensor) else torch.tensor([given])
@@ -79,10 +68,9 @@ def one_at_a_time(
             return read(run(corrupt))
 
 
-@pytest.mark.ledger("K8")
 @pytest.mark.parametrize("kind", MODELS)
 def test_patches_in_a_batch_equal_one_run_each(kind, differences, monkeypatch):
-    monkeypatch.setattr(module, "TOKENS_AT_ONCE", 24)  # several batches, the last one smaller
+    monkeypatch.setattr(interventions, "TOKENS_AT_ONCE", 24)  # several batches, the last one smaller
     model = build(**MODELS[kind])
     clean, corrupt, more = prompts(model.config)
     found = patch(model, clean, corrupt, answer=0, wrong=1, parts=PARTS, **more)
@@ -91,9 +79,8 @@ def test_patches_in_a_batch_equal_one_run_each(kind, differences, monkeypatch):
         scores = logits if logits.ndim == 2 else logits[:, :, 1] if kind == "span" else logits[:, -1]
         return float(scores[0, 0] - scores[0, 1])
 
-    wanted = {
-        (part, stack) for part in PARTS for stack in ([""] if kind != "both" else ["encoder", "decoder"])
-    }
+    stacks = [""] if kind != "both" else ["encoder", "decoder"]
+    wanted = {(part, stack) for part in PARTS for stack in stacks}
     wanted |= {("cross", "decoder"), ("cross heads", "decoder")} if kind == "both" else set()
     assert {(table.part, table.stack) for table in found.maps} == wanted
     for table in found.maps:
@@ -105,14 +92,10 @@ def test_patches_in_a_batch_equal_one_run_each(kind, differences, monkeypatch):
                     assert value.isnan()  # a pruned head
                     continue
                 slow = one_at_a_time(model, clean, corrupt, more, table.part, table.stack, row, column, read)
-                assert differences.see("batch=alone", value, torch.tensor(slow)) <= 1e-5, (
-                    table.title,
-                    row,
-                    column,
-                )
+                gap = differences.see("batch=alone", value, torch.tensor(slow))
+                assert gap <= 1e-5, (table.title, row, column)
 
 
-@pytest.mark.ledger("K8")
 @pytest.mark.parametrize("kind", MODELS)
 def test_everything_patched_at_the_bottom_is_the_clean_run_exactly(kind):
     model = build(**MODELS[kind])
@@ -125,7 +108,6 @@ def test_everything_patched_at_the_bottom_is_the_clean_run_exactly(kind):
     assert not torch.equal(patched, patched_scores(second, {}, [()]))
 
 
-@pytest.mark.ledger("K8")
 @pytest.mark.parametrize("kind", ["pre", "post", "parallel", "both"])
 def test_the_end_of_the_last_token_is_the_whole_answer(kind):
     model = build(**MODELS[kind]).double()
@@ -144,16 +126,8 @@ WORDS = ["the", "cat", "dog", "says", "meow", "woof"]
 
 def planted() -> ch.Model:
     """Make head 0.0 look at all words alike and turn "cat" to "meow", "dog" to "woof"; all else is idle."""
-    config = ch.ModelConfig(
-        vocab_size=6,
-        d_model=8,
-        n_layers=2,
-        n_heads=2,
-        positions="none",
-        norm="rmsnorm",
-        bias=False,
-        tie_embeddings=False,
-    )
+    sizes = {"vocab_size": 6, "d_model": 8, "n_layers": 2, "n_heads": 2, "bias": False}
+    config = ch.ModelConfig(**sizes, positions="none", norm="rmsnorm", tie_embeddings=False)
     model = ch.Transformer(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -164,34 +138,25 @@ def planted() -> ch.Model:
             attention.v.weight[slot, WORDS.index(word)] = 1
             attention.out.weight[WORDS.index(sound), slot] = 1
             model.head.out.weight[WORDS.index(sound), WORDS.index(sound)] = 5
-    tokenizer = Tokenizer(
-        models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="the")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return ch.Model(model, tokenizer)
+    return ch.Model(model, word_tokenizer(WORDS, "the"))
 
 
-@pytest.mark.ledger("K8")
 def test_a_planted_circuit_is_found():
     found = patch(planted(), "the cat says", "the dog says", parts=PARTS)
     assert (found.answer, found.wrong, found.note, found.position) == ("meow", "woof", "", "says")
     assert found.clean_difference == pytest.approx(-found.corrupt_difference) and found.clean_difference > 1
     maps = {table.part: table.values for table in found.maps}
     assert found.maps[0].columns == ("the", "cat/dog", "says")
-    nothing = torch.zeros(3)
     # The animal carries the answer into block 0, and the last word out of it.
-    for row, wanted in enumerate([[0, 1, 0], [0, 0, 1], [0, 0, 1]]):
-        torch.testing.assert_close(
-            maps["residual"][row], torch.tensor(wanted, dtype=torch.float32), atol=1e-6, rtol=0
-        )
-    torch.testing.assert_close(
-        maps["attention"], torch.stack([torch.tensor([0.0, 0, 1]), nothing]), atol=1e-6, rtol=0
-    )
-    torch.testing.assert_close(maps["feedforward"], torch.zeros(2, 3), atol=1e-6, rtol=0)
-    torch.testing.assert_close(maps["heads"], torch.tensor([[1.0, 0], [0, 0]]), atol=1e-6, rtol=0)
+    for name, wanted in {
+        "residual": [[0, 1, 0], [0, 0, 1], [0, 0, 1]],
+        "attention": [[0, 0, 1], [0, 0, 0]],
+        "feedforward": [[0, 0, 0], [0, 0, 0]],
+        "heads": [[1, 0], [0, 0]],
+    }.items():
+        torch.testing.assert_close(maps[name], torch.tensor(wanted).float(), atol=1e-6, rtol=0)
 
 
-@pytest.mark.ledger("K8")
 def test_answers_are_chosen_and_said():
     m = planted()
     same = patch(m, "the cat says", "cat cat says", parts=("heads",))
@@ -208,11 +173,10 @@ def test_answers_are_chosen_and_said():
     ):
         with pytest.raises(ch.InputError, match=words):
             patch(m, clean, corrupt, *more)
-    with pytest.raises(ch.InputError, match=r'no part "head" \(did you mean "heads"'):
+    with pytest.raises(ch.InputError, match=r'part "head" is not known \(did you mean "heads"'):
         patch(m, "the cat says", "the dog says", parts=("head",))
 
 
-@pytest.mark.ledger("K8")
 def test_two_decoders_are_read_where_they_part():
     for seed in range(20):  # some model writes different answers, after a common beginning or none
         model = build(seed=seed, family="encoder-decoder")
@@ -226,33 +190,18 @@ def test_two_decoders_are_read_where_they_part():
     assert len(patch(m, CLEAN, CORRUPT, parts=("attention",)).maps[1].columns) == alike + 1
 
 
-@pytest.mark.ledger("K8")
-def test_the_command_and_its_picture(shared, capsys, tmp_path):
+def test_the_command_and_its_picture(shared, clearhead, tmp_path):
     folder = shared / "weights" / "stories260K"
-    asked = [
-        "patch",
-        str(folder / "hf"),
-        "Lily saw a cat. Lily",
-        "Lily saw a cat. Tim",
-        "--tokenizer",
-        str(folder / "tok512.bin"),
-    ]
-    main([*asked, "--part", "residual", "heads", "--plot", str(tmp_path / "patch.svg"), "--json"])
-    body = json.loads(capsys.readouterr().out)
+    asked = ["patch", folder / "hf", "Lily saw a cat. Lily", "Lily saw a cat. Tim"]
+    asked += ["--tokenizer", folder / "tok512.bin"]
+    body = clearhead(*asked, f"--part residual heads --plot {tmp_path}/patch.svg --json").json
     assert [table["part"] for table in body["maps"]] == ["residual", "heads"]
-    assert (
-        body["maps"][0]["values"][0][-1] == pytest.approx(1, abs=1e-3)
-        and body["maps"][0]["columns"][-1] == "·Lily/·Tim"
-    )
-    assert "share of the answer brought back" in "".join(
-        axes.get_ylabel()
-        for axes in draw_patching(patch(planted(), "the cat says", "the dog says", parts=PARTS)).axes
-    )
-    main([*asked, "--answer", " was", "--wrong", " saw"])
-    assert "logit of ·was less that of ·saw" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        main([*asked[:3], "Tim and Lily", *asked[4:]])
-    assert stop.value.code == 2 and "tokens" in capsys.readouterr().err
+    assert body["maps"][0]["values"][0][-1] == pytest.approx(1, abs=1e-3)
+    assert body["maps"][0]["columns"][-1] == "·Lily/·Tim"
+    figure = draw_patching(patch(planted(), "the cat says", "the dog says", parts=PARTS))
+    assert "share of the answer brought back" in "".join(axes.get_ylabel() for axes in figure.axes)
+    assert "logit of ·was less that of ·saw" in clearhead(*asked, "--answer", " was", "--wrong", " saw").out
+    clearhead.refuses("tokens", *asked[:3], "Tim and Lily", *asked[4:])
 
 
 # Prompts of unequal length ----------------------------------------------------------------------------------
@@ -330,11 +279,9 @@ def test_a_patch_of_unequal_prompts_equals_an_edit_written_out(name):
     def scaled(tap, into, out_of, head=None):
         def put(x):
             x = x.clone()
+            own = 0 if head is None else (0, head)
             for mine, other in zip(into, out_of):
-                if head is None:
-                    x[0, mine] = seen[tap][0, other]
-                else:
-                    x[0, head, mine] = seen[tap][0, head, other]
+                x[own][mine] = seen[tap][own][other]
             return x
 
         with torch.no_grad():
@@ -356,10 +303,11 @@ def test_a_patch_of_unequal_prompts_equals_an_edit_written_out(name):
             for column in range(table.values.shape[1]):
                 if torch.isnan(table.values[layer, column]):
                     continue
-                if "heads" in table.part:
-                    wanted = scaled(tap, positions, sources, column)
-                else:
-                    wanted = scaled(tap, positions[column : column + 1], sources[column : column + 1])
+                cell = slice(column, column + 1)
+                by_head = (positions, sources, column)
+                wanted = scaled(
+                    tap, *(by_head if "heads" in table.part else (positions[cell], sources[cell]))
+                )
                 assert abs(float(table.values[layer, column]) - wanted) < 1e-4
 
 
@@ -374,16 +322,14 @@ def test_the_answer_is_read_at_tokens_that_belong_together():
         patch(model, CLEAN[:5], CORRUPT, 1, 2, align=pairs, position=2)
 
 
-def test_the_command_aligns_by_words_and_by_the_subject(tmp_path, capsys):
+def test_the_command_aligns_by_words_and_by_the_subject(tmp_path, clearhead):
     m = planted()
     m.save(tmp_path)
     asked = ["patch", str(tmp_path), "the cat says", "the the dog says", "--part", "residual"]
-    with pytest.raises(SystemExit):
-        main(asked)
-    assert "by words (align)" in capsys.readouterr().err
+    ran = clearhead(*asked)
+    assert "by words (align)" in ran.err
     for how in (["--align", "words"], ["--subject", "cat", "the dog"]):
-        main([*asked, *how, "--json"])
-        body = json.loads(capsys.readouterr().out)
+        body = clearhead(*asked, *how, "--json").json
         assert body["maps"][0]["columns"] == ["the", "cat/dog", "says"] and body["answer"] == "meow"
         assert body["pairs"] == [[0, 0], [1, 2], [2, 3]]
         assert [round(value) for value in body["maps"][0]["values"][0]] == [0, 1, 0]

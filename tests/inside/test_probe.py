@@ -15,9 +15,9 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.app.plot.models import probe_figure
 from clearhead.inside import probe_data
+from clearhead.inside.names import spec_of, states
 from clearhead.inside.probe import (
     Probes,
     baselines,
@@ -33,16 +33,15 @@ from clearhead.inside.probe_data import (
     Vectors,
     apart,
     choose_items,
-    depths,
     governor,
     read_items,
     split_items,
     stack_of,
     vectors_of,
 )
+from clearhead.learn.data.conll import Sentence, TreeWord
 from clearhead.learn.data.examples import Images, Labelled, Tagged
-from clearhead.learn.data.treebank import Sentence, TreeWord
-from tests.harness import build
+from tests.harness import PATCHES, build
 
 pytestmark = pytest.mark.ledger("K4")
 
@@ -53,9 +52,8 @@ LETTERS = "abcdefg"
 def loaded(**changes) -> ch.Model:
     """A random model whose tokens are single letters: a word of three letters has three."""
     model = build(**{"vocab_size": len(PIECES), "max_positions": 64, "n_layers": 3, **changes})
-    tokenizer = Tokenizer(
-        models.WordPiece({piece: number for number, piece in enumerate(PIECES)}, unk_token="[UNK]")
-    )
+    vocabulary = {piece: number for number, piece in enumerate(PIECES)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     if model.config.family != "decoder":
@@ -84,14 +82,14 @@ def test_a_planted_label_is_read_from_its_layer_on_and_by_chance_before(family: 
     directions = torch.randn(3, m.config.d_model, generator=torch.Generator().manual_seed(5)) * 8
     tags: dict[tuple[int, ...], list[int | None]] = {}  # of each token, by the ids of the sentence
     for row in rows:
-        encoded = m.tokenizer.encode(" ".join(row.words))
-        tags[tuple(encoded.ids)] = [
-            None if word is None else "XYZ".index(row.tags[word]) for word in encoded.word_ids
-        ]
+        encoded, own = m.tokenizer.encode(" ".join(row.words)), ["XYZ".index(tag) for tag in row.tags]
+        tags[tuple(encoded.ids)] = [None if word is None else own[word] for word in encoded.word_ids]
     now: dict[str, torch.Tensor] = {}
-    m.model.register_forward_pre_hook(
-        lambda module, given, named: now.update(ids=named["ids"]), with_kwargs=True
-    )
+
+    def watch(module, given, named) -> None:
+        now.update(ids=named["ids"])
+
+    m.model.register_forward_pre_hook(watch, with_kwargs=True)
 
     def plant(x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
@@ -110,12 +108,8 @@ def test_a_planted_label_is_read_from_its_layer_on_and_by_chance_before(family: 
     assert min(layer.accuracy for layer in found.layers[2:]) > 0.98
     assert found.layers[2].interval[0] > 0.85  # of 30 sentences
     assert found.layers[0].interval[0] < found.layers[0].accuracy < found.layers[0].interval[1]
-    assert (found.column, found.unit, found.labels, found.train + found.test) == (
-        "tag",
-        "words",
-        ("X", "Y", "Z"),
-        900,
-    )
+    assert (found.column, found.unit, found.labels) == ("tag", "words", ("X", "Y", "Z"))
+    assert found.train + found.test == 900
     assert found.best.name in "12"
 
 
@@ -124,10 +118,8 @@ def test_the_type_of_a_word_is_read_off_the_embedding_and_capitals_are_one_type_
     rows = [Tagged(tuple("abcdefg"), tuple("YXYXYYX")), Tagged(tuple("gfedcba"), tuple("XYYXYXY"))]
     draw = np.random.default_rng(0)
     for _ in range(40):
-        word = draw.permutation(7)
-        rows.append(
-            Tagged(tuple("ABCDEFG"[place] for place in word), tuple("YXYXYYX"[place] for place in word))
-        )
+        order = draw.permutation(7)
+        rows.append(Tagged(*(tuple(letters[place] for place in order) for letters in ("ABCDEFG", "YXYXYYX"))))
     found = probe(loaded(positions="none"), rows, iterations=500)
     assert found.seen == found.by_type == 1
     assert found.layers[0].accuracy == found.layers[0].control == 1
@@ -140,7 +132,7 @@ def test_the_type_of_a_word_is_read_off_the_embedding_and_capitals_are_one_type_
 def one_by_one(m: ch.Model, row: Tagged, pool: str, prefix: str, **given) -> torch.Tensor:
     """[L, N, D] from a forward pass of one sentence."""
     encoded = m.tokenizer.encode(" ".join(row.words))
-    names = depths(m, prefix)
+    names = states(spec_of(m.config, "encoder" if prefix else "self"))
     with torch.no_grad(), ch.record(m.model, *names) as seen:
         shift = given.pop("shift", 0)
         m.model(**given) if given else m.model(torch.tensor([encoded.ids]))
@@ -158,9 +150,7 @@ def one_by_one(m: ch.Model, row: Tagged, pool: str, prefix: str, **given) -> tor
     [{"family": "encoder"}, {"family": "decoder"}, {"family": "encoder", "norm_position": "post"}],
     ids=str,
 )
-def test_batched_vectors_equal_one_sentence_at_a_time(
-    changes: dict[str, str], pool: str, monkeypatch, differences
-) -> None:
+def test_batched_vectors_equal_one_sentence_at_a_time(changes, pool, monkeypatch, differences):
     monkeypatch.setattr(probe_data, "BATCH_TOKENS", 60)
     m, rows = loaded(**changes), [row for length in (2, 5, 3, 7) for row in sentences(2, length, length)]
     items, _ = read_items(rows)
@@ -191,10 +181,8 @@ def test_a_text_is_pooled_as_the_model_embeds_it(differences) -> None:
     texts = [Labelled(" ".join(row.words), row.tags[0]) for row in sentences(6)]
     found = vectors_of(m, read_items(texts)[0], "encoder", "", "mean")
     m.model.encoder.norm = None  # so that the last hidden states are what the last block gives
-    assert (
-        differences.see("texts", torch.from_numpy(found.layers[-1]), m.embed([row.text for row in texts]))
-        <= 1e-5
-    )
+    gap = differences.see("texts", torch.from_numpy(found.layers[-1]), m.embed([row.text for row in texts]))
+    assert gap <= 1e-5
 
 
 def test_many_vectors_lie_in_a_file_and_are_the_same(monkeypatch) -> None:
@@ -232,15 +220,12 @@ def test_the_fit_is_the_optimum_of_the_stated_loss(classes: int) -> None:
         return torch.cat([torch.zeros_like(made), made], 1) if classes == 2 else made
 
     def loss(flat: torch.Tensor) -> torch.Tensor:
-        return (
-            torch.nn.functional.cross_entropy(logits(flat, inputs), wanted)
-            + 0.025 * flat.view(rows, 6)[:, :5].square().sum()
-        )
+        penalty = 0.025 * flat.view(rows, 6)[:, :5].square().sum()
+        return torch.nn.functional.cross_entropy(logits(flat, inputs), wanted) + penalty
 
     flat = torch.zeros(rows * 6, dtype=torch.float64, requires_grad=True)
-    search = torch.optim.LBFGS(
-        [flat], max_iter=500, tolerance_grad=1e-10, tolerance_change=0, line_search_fn="strong_wolfe"
-    )
+    ends = {"max_iter": 500, "tolerance_grad": 1e-10, "tolerance_change": 0}
+    search = torch.optim.LBFGS([flat], line_search_fn="strong_wolfe", **ends)
 
     def closure() -> torch.Tensor:
         search.zero_grad()
@@ -373,13 +358,8 @@ def test_columns_of_a_treebank(column: str | None, expected: list[str | None], t
     items, name = read_items(path, column)
     assert name == (column or "upos")
     assert list(items[0].labels) == expected
-    assert [items[0].text[start:end] for start, end in items[0].spans or ()] == [
-        "Dogs",
-        "do",
-        "n't",
-        "bark",
-        ".",
-    ]
+    words = [items[0].text[start:end] for start, end in items[0].spans or ()]
+    assert words == ["Dogs", "do", "n't", "bark", "."]
 
 
 def test_far_governors_are_one_class() -> None:
@@ -387,21 +367,22 @@ def test_far_governors_are_one_class() -> None:
     assert [governor(word, place) for place in (0, 3, 4, 12, 13)] == ["+far", "+far", "+4", "-4", "-far"]
 
 
+def tagged(rows: list[Tagged]) -> str:
+    return "\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in rows)
+
+
 def test_texts_and_tags_from_files(tmp_path: Path) -> None:
-    (tmp_path / "labels.tsv").write_text(
-        "text\tlabel\n" + "".join(f"{' '.join(r.words)}\t{r.tags[0]}\n" for r in sentences(40))
-    )
-    (tmp_path / "tags.conll").write_text(
-        "\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20))
-    )
+    rows = "".join(f"{' '.join(row.words)}\t{row.tags[0]}\n" for row in sentences(40))
+    (tmp_path / "labels.tsv").write_text(f"text\tlabel\n{rows}")
+    (tmp_path / "tags.conll").write_text(tagged(sentences(20)))
     m = loaded(family="encoder")
     texts = probe(m, tmp_path / "labels.tsv")
-    assert (texts.unit, texts.column, texts.train, texts.test, texts.pool) == (
+    assert (texts.unit, texts.column, texts.pool, texts.train, texts.test) == (
         "texts",
         "label",
+        "mean",
         32,
         8,
-        "mean",
     )
     tags = probe(m, tmp_path / "tags.conll")
     assert (tags.unit, tags.column, tags.train + tags.test) == ("words", "tag", 120)
@@ -412,24 +393,10 @@ def test_images_by_class() -> None:
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 40, (40, 8, 8, 1), dtype=np.uint8)
     pixels[20:] += 200
-    model = build(
-        family="encoder",
-        input="patches",
-        image_size=(8, 8),
-        patch_size=4,
-        n_channels=1,
-        class_token=True,
-        head="classifier",
-        n_classes=2,
-        vocab_size=0,
-    )
+    model = build(**PATCHES, family="encoder", n_channels=1, head="classifier", n_classes=2)
     found = probe(model, Images(pixels, np.repeat([0, 1], 20)))
-    assert (found.unit, found.column, found.pool, found.train + found.test) == (
-        "images",
-        "class",
-        "first",
-        40,
-    )
+    assert (found.unit, found.column, found.pool) == ("images", "class", "first")
+    assert found.train + found.test == 40
     assert probe(model, Images(pixels, np.repeat([0, 1], 20)), pool="mean").layers[0].accuracy == 1
     with pytest.raises(ch.InputError, match="reads images"):
         probe(model, sentences(10))
@@ -468,9 +435,8 @@ def test_wrong_input_is_one_line(data, given: dict[str, object], line: str) -> N
 def test_a_wrong_column_names_those_there_are(tmp_path: Path) -> None:
     path = tmp_path / "tree.conllu"
     path.write_text(TREE)
-    with pytest.raises(
-        ch.InputError, match=r'no column "uposs" to probe \(did you mean "upos"\?\): choose from upos, xpos'
-    ):
+    line = r'column "uposs" is not known \(did you mean "upos"\?\): choose from upos, xpos'
+    with pytest.raises(ch.InputError, match=line):
         read_items(path, "uposs")
     with pytest.raises(ch.InputError, match="no word to train on has a label"):
         choose_items(read_items(path, "feats.Gender")[0], 10, 0, "train")
@@ -485,25 +451,11 @@ def test_without_scikit_learn_one_line_names_the_extra(monkeypatch) -> None:
 # The command and the picture --------------------------------------------------------------------------------
 
 
-def test_the_command(tmp_path: Path, capsys) -> None:
+def test_the_command(tmp_path: Path, clearhead) -> None:
     loaded(family="encoder", head="mlm").save(tmp_path / "model")
     data = tmp_path / "data.conll"
-    data.write_text(
-        "\n".join("".join(f"{w} {t}\n" for w, t in zip(row.words, row.tags)) for row in sentences(20))
-    )
-    main(
-        [
-            "probe",
-            str(tmp_path / "model"),
-            str(data),
-            "--json",
-            "--plot",
-            str(tmp_path / "probe.png"),
-            "--words",
-            "50",
-        ]
-    )
-    printed = capsys.readouterr()
+    data.write_text(tagged(sentences(20)))
+    printed = clearhead("probe", tmp_path / "model", data, f"--json --plot {tmp_path}/probe.png --words 50")
     body = json.loads(printed.out)
     assert "50 of" in printed.err
     assert [row["layer"] for row in body["layers"]] == ["embedding", "0", "1", "2"]
@@ -511,21 +463,15 @@ def test_the_command(tmp_path: Path, capsys) -> None:
         assert row["selectivity"] == row["accuracy"] - row["control"]
         assert row["interval"][0] <= row["accuracy"] <= row["interval"][1]
     assert (tmp_path / "probe.png").stat().st_size > 1000
-    main(["probe", str(tmp_path / "model"), str(data), "--words", "50"])
-    assert "selectivity" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        main(["probe", str(tmp_path / "model"), str(data), "--plot", "probe.gif"])
-    assert stopped.value.code == 2
+    assert "selectivity" in clearhead("probe", tmp_path / "model", data, "--words 50").out
+    clearhead.refuses("probe.gif", "probe", tmp_path / "model", data, "--plot probe.gif")
 
 
 def test_the_picture_shows_the_figures() -> None:
     found: Probes = probe(loaded(), sentences(20))
     axes = probe_figure(found, "a $model").axes[0]
     shown = [line.get_ydata() for line in axes.get_lines()]
-    for values in (
-        [layer.accuracy for layer in found.layers],
-        [layer.control for layer in found.layers],
-        [found.majority] * 2,
-    ):
+    accuracies, controls = ([getattr(one, name) for one in found.layers] for name in ("accuracy", "control"))
+    for values in (accuracies, controls, [found.majority] * 2):
         assert any(len(line) == len(values) and np.allclose(line, values) for line in shown)
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["embedding", "0", "1", "2"]

@@ -10,7 +10,7 @@ import torch
 
 from clearhead.errors import InputError
 from clearhead.inside.alignments import align, positions, word_attention, word_matrices
-from clearhead.learn.data.treebank import Sentence, locate, read_treebank
+from clearhead.learn.data.conll import Sentence, locate, read_treebank
 from clearhead.run.api import load
 from tests.hub.packages import packaged
 from tests.tokens.toys import KINDS, trained
@@ -57,16 +57,8 @@ def test_words_written_as_one_and_words_left_out(tmp_path: Path, name: str) -> N
     first, second = read_treebank(write(tmp_path, FRENCH, name))
     assert [word.form for word in first.words] == ["Il", "vient", "de", "le", "port", ",", "vite", "."]
     assert [word.head for word in first.words] == [2, 0, 5, 5, 2, 7, 2, 2]
-    assert [first.text[start:end] for start, end in first.spans] == [
-        "Il",
-        "vient",
-        "du",
-        "du",
-        "port",
-        ",",
-        "vite",
-        ".",
-    ]
+    words = [first.text[start:end] for start, end in first.spans]
+    assert words == ["Il", "vient", "du", "du", "port", ",", "vite", "."]
     assert [word.space_after for word in first.words] == [True, True, False, True, False, True, False, True]
     assert first.words[4].deprel == "obl:arg" and first.words[4].relation == "obl"
     # Without "# text" the surface comes from the words written as one and the spaces behind them.

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.app.explorer.record import record as record_page
-from clearhead.core.config.kinds import read_kind
 from clearhead.errors import InputError
 from clearhead.inside.attention import attention, read_maps
 from clearhead.inside.checks.reference_float64 import features
@@ -18,6 +16,7 @@ from clearhead.inside.heads import head_roles
 from clearhead.inside.names import find_heads
 from clearhead.inside.patch import patch
 from clearhead.inside.trace import trace
+from clearhead.variants.checks import read_kind
 from tests.harness import build, in_pieces, some_ids, worst
 from tests.inside.test_attention import of_words
 
@@ -127,11 +126,10 @@ def test_a_model_without_any_pattern_is_refused_by_name() -> None:
     assert record_page(m, "delta", TEXT)["views"]["model"]["unpatterned"]
 
 
-def test_the_commands_say_which_layers_have_none(tmp_path, capsys) -> None:
+def test_the_commands_say_which_layers_have_none(tmp_path, clearhead) -> None:
     of_words(mixed()).save(tmp_path / "mixed")
     for command in (["attention", str(tmp_path / "mixed"), TEXT], ["heads", str(tmp_path / "mixed"), TEXT]):
-        main([*command, "--json"])
-        said = capsys.readouterr()
+        said = clearhead(*command, "--json")
         assert said.err.splitlines() == [NOTE]
         assert json.loads(said.out)
 

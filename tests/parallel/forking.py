@@ -30,14 +30,11 @@ def start(processes: int, log: Path, work: Callable[..., Any], *given: Any) -> l
         port = str(free.getsockname()[1])
     here = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
     here |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    started = [
-        FORK.Process(
-            target=_be, args=({**here, "RANK": str(rank), "LOCAL_RANK": str(rank)}, log, work, *given)
-        )
-        for rank in range(processes)
-    ]
-    for one in started:
-        one.start()
+    started = []
+    for rank in map(str, range(processes)):
+        own = {**here, "RANK": rank, "LOCAL_RANK": rank}
+        started.append(FORK.Process(target=be, args=(own, log, work, *given)))
+        started[-1].start()
     return started
 
 
@@ -54,7 +51,7 @@ def perform(processes: int, log: Path, work: Callable[..., Any], *given: Any) ->
 
 def torchrun(log: Path, restarts: int, work: Callable[..., Any], *given: Any) -> Any:
     """Start two processes and what watches over them; `restarts`: how often a failure starts them again."""
-    launcher = FORK.Process(target=_be, args=({}, log, _watch, restarts, work, *given))
+    launcher = FORK.Process(target=be, args=({}, log, watch, restarts, work, *given))
     launcher.start()
     return launcher
 
@@ -64,7 +61,7 @@ def printed(log: Path) -> tuple[str, str]:
     return log.read_text(), log.with_suffix(".errors").read_text()
 
 
-def _be(environment: dict[str, str], log: Path, work: Callable[..., Any], *given: Any) -> None:
+def be(environment: dict[str, str], log: Path, work: Callable[..., Any], *given: Any) -> None:
     """Be one of several processes."""
     os.environ.update(environment)
     for number, path in ((1, log), (2, log.with_suffix(".errors"))):
@@ -74,7 +71,7 @@ def _be(environment: dict[str, str], log: Path, work: Callable[..., Any], *given
     work(*given)
 
 
-def _watch(restarts: int, work: Callable[..., Any], *given: Any) -> None:
+def watch(restarts: int, work: Callable[..., Any], *given: Any) -> None:
     """Be `torchrun`."""
     config = LaunchConfig(
         **{"min_nodes": 1, "max_nodes": 1, "nproc_per_node": 2, "run_id": uuid.uuid4().hex},
@@ -82,5 +79,5 @@ def _watch(restarts: int, work: Callable[..., Any], *given: Any) -> None:
         **{"start_method": "fork", "monitor_interval": 0.1},
     )
     # A process that waits for one that is gone is ended after 30 seconds, by default.
-    ProcessContext.join = functools.partialmethod(ProcessContext.join, grace_period=3)  # type: ignore
+    ProcessContext.join = functools.partialmethod(ProcessContext.join, grace_period=1)  # type: ignore
     elastic_launch(config, work)(*given)

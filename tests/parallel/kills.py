@@ -147,11 +147,8 @@ def work_on(
             results.put(None)
             return
         draw, mesh = random.Random(f"{given.seed} {number}"), number % len(MESHES)
-        forked, out, whole = (
-            number % BY_COMMAND != BY_COMMAND - 1,
-            folder / f"run{number}",
-            folder / f"{mesh}",
-        )
+        forked = number % BY_COMMAND != BY_COMMAND - 1
+        out, whole = folder / f"run{number}", folder / f"{mesh}"
         seconds = float(whole.with_suffix(".seconds").read_text()) + 5 * (not forked)
         found = attempt(folder / "text.txt", out, MESHES[mesh], forked, seconds, draw)
         same = found["exit"] == 0 and equal(whole, out)
@@ -201,10 +198,8 @@ def main() -> None:
         folder = Path(work)
         data = meshes.write_data("decoder", folder)
         import_all(data, folder / "first")
-        alone = [
-            FORK.Process(target=whole_run, args=(data, folder / str(number), mesh))
-            for number, mesh in enumerate(MESHES)
-        ]
+        wholes = [(data, folder / str(number), mesh) for number, mesh in enumerate(MESHES)]
+        alone = [FORK.Process(target=whole_run, args=given_run) for given_run in wholes]
         for start in range(0, len(alone), given.workers):
             some = alone[start : start + given.workers]
             for one in some:

@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 import clearhead as ch
 from clearhead.learn.parallel.world import joined
 from clearhead.learn.training.events import read_log
+from tests.harness import split
 
 # Adam divides by the size of a gradient: where that is zero but for rounding (the bias of keys), rounding is
 # all that a smaller eps would leave.
@@ -42,12 +43,8 @@ COMMON = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "decoder": {
         **{"model.positions": "rope", "model.n_kv_heads": 1, "model.gated": True, "model.norm": "rmsnorm"},
-        **{
-            "model.attention": "window(5)",
-            "train.accumulate": 2,
-            "train.ema": 0.9,
-            "model.max_positions": 16,
-        },
+        **{"model.attention": "window(5)", "model.max_positions": 16},
+        **{"train.accumulate": 2, "train.ema": 0.9},
     },
     "encoder": {"model.max_positions": 16, "train.label_smoothing": 0.1},
     "encoder-decoder": {"model.max_positions": 16, "model.positions": "relative", "model.n_kv_heads": 2},
@@ -85,23 +82,7 @@ def write_data(family: str, folder: Path) -> Path:
     """Write a little data for a family, the same each time."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
-    words = [
-        "the",
-        "quick",
-        "brown",
-        "fox",
-        "jumps",
-        "over",
-        "lazy",
-        "dogs",
-        "and",
-        "sings",
-        "of",
-        "the",
-        "wide",
-        "blue",
-        "sea",
-    ]
+    words = split("the quick brown fox jumps over lazy dogs and sings of the wide blue sea")
     lines = [" ".join(draw.choices(words, k=draw.randint(3, 9))) for _ in range(90)]
     if family == "vit":
         random_pixels = np.random.default_rng(0)
@@ -164,20 +145,14 @@ def perform_all(jobs: list[dict[str, Any]]) -> None:
             perform(each)
 
 
-def launch(
-    processes: int, jobs: list[dict[str, Any]], folder: Path, module: str = "tests.parallel.meshes"
-) -> None:
+def launch(processes: int, jobs: list[Any], folder: Path, module: str = "tests.parallel.meshes") -> None:
     """Perform jobs in processes that `torchrun` starts."""
     with tempfile.NamedTemporaryFile("w", suffix=".json", dir=folder, delete=False) as file:
         json.dump(jobs, file)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        [*command, "-m", module, file.name],
-        capture_output=True,
-        text=True,
-        timeout=3000,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    options = {"capture_output": True, "text": True, "timeout": 3000}
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "-m", module, file.name], env=one_thread, **options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -237,9 +212,8 @@ def table(folder: Path, save: Path | None, workers: int) -> list[dict[str, Any]]
             some = [mesh for mesh in left if math.prod(mesh.values()) == processes]
             for few in (some[start : start + FEW] for start in range(0, len(some), FEW)):
                 names = [" x ".join(mesh) for mesh in few]
-                jobs = [
-                    job(family, data, folder / f"{family} {name}", mesh) for name, mesh in zip(names, few)
-                ]
+                outs = [folder / f"{family} {name}" for name in names]
+                jobs = [job(family, data, out, mesh) for out, mesh in zip(outs, few)]
                 launches.append(Launch(processes, jobs, [{"model": family, "mesh": name} for name in names]))
     for ended in launch_all(launches, folder, workers):
         for row in ended.rows:
@@ -258,9 +232,7 @@ def main() -> None:
     """Record the table; end with code 1 if a run failed or differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path)
-    parser.add_argument(
-        "--workers", type=int, default=1, help="groups of up to four processes at work at once"
-    )
+    parser.add_argument("--workers", type=int, default=1, help="groups of processes at work at once")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         found = table(Path(work), given.save, given.workers)

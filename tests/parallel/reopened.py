@@ -22,6 +22,7 @@ import torch
 from clearhead.learn.parallel.world import World, joined
 from clearhead.learn.training import loop
 from clearhead.learn.training import run as training
+from clearhead.learn.training.prepare import Job
 from clearhead.learn.training.state import newest
 from tests.parallel import generated, meshes
 
@@ -61,7 +62,7 @@ def perform(job: dict[str, Any], world: World) -> None:
     checkpoint = newest(folder)
     assert checkpoint is not None
     recipe = training.changed_recipe(folder, job["settings"])
-    run = training.restore(recipe, folder, checkpoint, lambda event: None, world)
+    run = training.restore(recipe, checkpoint, Job(folder, world=world))
     run.folder = Path(job["out"])
     loop.save(run)
     run.saver.finish(wait=True)
@@ -131,9 +132,7 @@ def main() -> None:
     """Record the table; end with code 1 if a tensor is not the same."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path)
-    parser.add_argument(
-        "--workers", type=int, default=1, help="groups of up to four processes at work at once"
-    )
+    parser.add_argument("--workers", type=int, default=1, help="groups of processes at work at once")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         found = table(Path(work), given.save, given.workers)

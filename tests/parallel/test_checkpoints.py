@@ -60,10 +60,9 @@ def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> 
     found, alone = json.loads((work / "written.json").read_text())[name], ch.load(work / name)
     assert found["ids"] == generated.written(alone)
     prompt = torch.tensor([generated.PROMPTS[0]])
+    source = prompt if alone.config.family == "encoder-decoder" else None
     with torch.no_grad():
-        logits = alone.model(
-            prompt, source=prompt if alone.config.family == "encoder-decoder" else None
-        ).logits
+        logits = alone.model(prompt, source=source).logits
     assert worst(torch.tensor(found["logits"]), logits) <= 1e-5 * logits.abs().max()
     assert set(found["heads"]) == {1}  # of one, or of two key/value heads
     assert found["weights"] < 0.6 * sum(one.numel() for one in alone.model.parameters())

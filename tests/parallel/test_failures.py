@@ -6,20 +6,24 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+import clearhead as ch
 from clearhead.app import cli
 from clearhead.errors import ConfigError
+from clearhead.learn.parallel.world import joined
+from clearhead.learn.training import loop, prepare
 from clearhead.learn.training.events import read_log
-from tests.parallel import failing as faults
+from tests.harness import split
 from tests.parallel import forking, meshes
-from tests.parallel.failing import endings
 
 pytestmark = pytest.mark.ledger("I3")
 
@@ -38,17 +42,14 @@ def test_a_mistake_is_said_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_command_for_one_process_is_refused_in_several(
-    rank: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_for_one_process_is_refused_in_several(rank, monkeypatch, clearhead):
     """Each process would do all of the work, and write over the others."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["eval", "model", "data.txt"])
-    assert stopped.value.code == 2
+    ran = clearhead("eval", "model", "data.txt")
+    assert ran.code == 2
     line = "clearhead: eval runs in one process: start it without torchrun, which is for train and generate\n"
-    assert capsys.readouterr().err == (line if rank == 0 else "")
+    assert ran.err == (line if rank == 0 else "")
 
 
 @pytest.mark.slow
@@ -71,7 +72,7 @@ def test_a_killed_process_changes_nothing(tmp_path: Path) -> None:
 
 def failing(fault: str, data: Path, mesh: dict[str, int]) -> dict[str, Any]:
     """Describe a run whose second process fails."""
-    settings = {"train.steps": 3, "parallel.timeout": 10 if fault == "hang" else 30}
+    settings = {"train.steps": 3, "parallel.timeout": 3 if fault == "hang" else 30}
     name = f"{fault}-{'-'.join(mesh)}"
     return {**meshes.job("decoder", data, data.parent / name, mesh, settings=settings), "fault": fault}
 
@@ -105,7 +106,7 @@ def test_a_step_that_is_not_finite_in_one_process_is_skipped_by_all(tmp_path: Pa
     first, second = (json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in (0, 1))
     assert first == second == ["skipped 1"] * len(jobs)
     alone = meshes.job("decoder", data, tmp_path / "alone", settings=settings)
-    with faults.fault("step", alone):
+    with fault("step", alone):
         meshes.perform(alone)
     for job in jobs:
         assert max(meshes.differences(Path(job["out"]), tmp_path / "alone")) <= 1e-5
@@ -123,20 +124,27 @@ def test_a_process_that_hangs_is_named(tmp_path: Path) -> None:
     assert line == f"process 0 waited for the gradients of step 3 in vain: {expected}"
 
 
+def lead(command: list[str]) -> None:
+    """Be `torchrun` at the head of a group of processes, as a shell starts it."""
+    os.setsid()
+    forking.watch(0, cli.main, command)
+
+
 @pytest.mark.slow
 def test_ctrl_c_saves_and_stops_all(tmp_path: Path) -> None:
     """The terminal sends it to every process, and `torchrun` sends it to its own once more."""
-    data, out = meshes.write_data("decoder", tmp_path), tmp_path / "run"
-    settings = ["train.steps=100000", "train.device=cpu", "train.log_every=1", "parallel.shard=2"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launch, "-m", "clearhead", "train", str(data), "--out", str(out)]
-    for one in (*settings, "model.d_model=16", "model.n_layers=1", "model.max_positions=16"):
-        command += ["--set", one]
-    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    while len(read_log(out)) < 3 and run.poll() is None:
+    data, out, log = meshes.write_data("decoder", tmp_path), tmp_path / "run", tmp_path / "log"
+    sizes = "model.d_model=16 model.n_layers=1 model.max_positions=16 parallel.shard=2"
+    command = ["train", str(data), "--out", str(out)]
+    for setting in split("train.steps=100000 train.device=cpu train.log_every=1", sizes):
+        command += ["--set", setting]
+    run = forking.FORK.Process(target=forking.be, args=({}, log, lead, command))
+    run.start()
+    while len(read_log(out)) < 3 and run.is_alive():
         time.sleep(0.05)
     os.killpg(run.pid, signal.SIGINT)
-    said = run.communicate(timeout=100)[1]
+    run.join(timeout=100)
+    said = forking.printed(log)[1]
     stopped = re.search(r"stopped at step (\d+), saved", said)
     assert stopped, said
     assert (out / "last").resolve().name == f"step-{stopped[1]}"
@@ -148,3 +156,48 @@ def test_adafactor_is_refused_where_weights_are_split(tmp_path: Path) -> None:
     settings = {"train.optimizer": "adafactor", "train.offload": True}
     with pytest.raises(ConfigError, match="choose adamw or muon"):
         meshes.perform(meshes.job("decoder", data, tmp_path / "run", settings=settings))
+
+
+@contextmanager
+def fault(kind: str, job: dict[str, Any]) -> Iterator[None]:
+    """Let something go wrong in this process."""
+    before, agreed = loop.TrainingRun.loss, prepare.facts
+
+    def failing(run: loop.TrainingRun, batch: Any) -> torch.Tensor:
+        if run.state.step < 2:
+            return before(run, batch)
+        if kind == "step":
+            return before(run, batch) * (torch.nan if run.state.step == 2 else 1)
+        if kind == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 1 has more")
+        if kind == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        up = run.model.get_parameter("decoder.blocks.1.feedforward.up.weight")
+        with torch.no_grad():
+            up.to_local().fill_(torch.nan)
+        return before(run, batch)
+
+    if kind in ("memory", "hang", "nan", "step"):
+        with mock.patch.object(loop.TrainingRun, "loss", failing):
+            yield
+    elif kind in ("data", "code"):
+        with mock.patch.object(prepare, "facts", lambda corpus: {**agreed(corpus), kind: "another"}):
+            yield
+    else:
+        job["settings"] |= {"train.seed": 7} if kind == "settings" else {}
+        yield
+
+
+def endings(jobs: list[dict[str, Any]], folder: Path) -> None:
+    """Perform jobs that name what happens in the second process; write how each ended to `said-RANK.json`."""
+    torch.set_num_threads(1)
+    rank, said = int(os.environ["RANK"]), []
+    with joined():
+        for job in jobs:
+            try:
+                with fault(job["fault"] if rank == 1 else "", job):
+                    done = ch.train(job["data"], out=job["out"], settings=job["settings"])
+                    said.append(f"skipped {done.skipped}")
+            except ch.ClearheadError as error:
+                said.append(str(error))
+            (folder / f"said-{rank}.json").write_text(json.dumps(said))

@@ -19,21 +19,19 @@ pytestmark = pytest.mark.ledger("I3")
 # In the suite each family and each axis, for a few steps; `python -m tests.parallel.meshes` takes all for 20.
 STEPS = 4
 CASES = [
-    ("decoder", {"data": 2}, STEPS),
-    ("encoder", {"shard": 2}, STEPS),
-    ("encoder-decoder", {"pipeline": 2}, STEPS),
-    ("vit", {"tensor": 2}, STEPS),
-    ("moe", {"expert": 2}, STEPS),
-    ("decoder", {"context": 2}, STEPS),
-    ("encoder-decoder", {"tensor": 2}, STEPS),
-    ("decoder", {"tensor": 2}, STEPS),
-    ("moe", {"data": 2}, STEPS),
-    ("muon", {"expert": 2}, STEPS),
-    ("lora", {"tensor": 2}, STEPS),
-    ("encoder-decoder", {"context": 2}, STEPS),
-    ("rope", {"data": 2}, STEPS),
+    ("decoder", {"data": 2}),
+    ("encoder", {"shard": 2}),
+    ("encoder-decoder", {"pipeline": 2}),
+    ("vit", {"tensor": 2}),
+    ("moe", {"expert": 2}),
+    ("decoder", {"context": 2}),
+    ("encoder-decoder", {"tensor": 2}),
+    ("moe", {"data": 2}),
+    ("lora", {"tensor": 2}),
+    ("encoder-decoder", {"context": 2}),
+    ("rope", {"data": 2}),
 ]
-# Begun on one mesh, ended on another.
+# Begun on one mesh, ended on another, which a decoder on `tensor` and experts by Muon need not do alone.
 SPREAD = [
     ("muon", {}, {"expert": 2}),
     ("muon", {"expert": 2}, {}),
@@ -42,10 +40,7 @@ SPREAD = [
     ("decoder", {"pipeline": 2}, {"shard": 2}),
 ]
 # A schedule by the number of steps would be that of the shorter run.
-HALF, WHOLE = (
-    {"train.steps": STEPS // 2, "train.schedule": "constant"},
-    {"train.steps": STEPS, "train.schedule": "constant"},
-)
+HALF, WHOLE = ({"train.steps": steps, "train.schedule": "constant"} for steps in (STEPS // 2, STEPS))
 
 
 def sizes(mesh: dict[str, int]) -> dict[str, int]:
@@ -63,12 +58,11 @@ def train_all(folder: Path) -> None:
     """Train every case in one process, and in two; those that end in one are yet to be ended."""
     data = {family: meshes.write_data(family, folder / family) for family in meshes.FAMILIES}
     jobs = []
-    for family, mesh, steps in CASES:
-        given = {"settings": {"train.steps": steps}}
+    for family, mesh in CASES:
+        given = {"settings": {"train.steps": STEPS}}
         jobs.append(meshes.job(family, data[family], folder / name_of(family, mesh), mesh, **given))
-        alone = folder / f"{family}-{steps}"
-        if not alone.exists():
-            meshes.perform(meshes.job(family, data[family], alone, **given))
+        if not (folder / f"{family}-alone").exists():
+            meshes.perform(meshes.job(family, data[family], folder / f"{family}-alone", **given))
     for number, (family, begun, ended) in enumerate(SPREAD):
         out, alone = folder / f"spread-{number}", folder / f"{family}-whole"
         first = meshes.job(family, data[family], out, begun, settings=HALF)
@@ -89,16 +83,11 @@ def name_of(family: str, mesh: dict[str, int]) -> str:
     return f"{family}-on-{'-'.join(mesh)}"
 
 
-@pytest.mark.parametrize(("family", "mesh", "steps"), CASES, ids=str)
+@pytest.mark.parametrize(("family", "mesh"), CASES, ids=str)
 @pytest.mark.slow
-def test_a_mesh_gives_the_numbers_of_one_process(
-    family: str, mesh: dict[str, int], steps: int, runs: Path
-) -> None:
-    alone, split = runs / f"{family}-{steps}", runs / name_of(family, mesh)
-    loss, weights, moments = meshes.differences(alone, split)
-    assert loss <= 1e-5
-    assert weights <= 1e-5
-    assert moments <= 1e-5
+def test_a_mesh_gives_the_numbers_of_one_process(family: str, mesh: dict[str, int], runs: Path) -> None:
+    alone, split = runs / f"{family}-alone", runs / name_of(family, mesh)
+    assert max(meshes.differences(alone, split)) <= 1e-5  # of losses, weights and moments
     ours, theirs = (read_log(path)[-1]["metrics"] for path in (split, alone))
     assert ours.keys() == theirs.keys()
     assert abs(ours["loss"] - theirs["loss"]) <= 1e-5
@@ -126,11 +115,7 @@ def test_experts_count_once_in_a_second_run_of_a_process() -> None:
     ("size", "changes", "words"),
     [
         (2, {}, "parallel.expert 2 shares out experts, and the model has none: use data, shard or tensor"),
-        (
-            5,
-            {"n_experts": 4},
-            "parallel.expert 5 is more than the 4 experts of decoder.blocks.0.feedforward: ",
-        ),
+        (5, {"n_experts": 4}, "parallel.expert 5 is more than the 4 experts of decoder.blocks.0"),
     ],
 )
 def test_too_few_experts_are_refused(size: int, changes: dict[str, int], words: str) -> None:

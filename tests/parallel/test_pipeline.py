@@ -13,8 +13,8 @@ from clearhead.core.config import RopeScaling
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError
 from clearhead.learn.losses import arguments_for, batch_loss
+from clearhead.learn.parallel import ParallelPlan
 from clearhead.learn.parallel.pipeline import StageTransformer, check, cut, layers_of, schedule_1f1b, stage_of
-from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.parallel.world import World
 from clearhead.variants.routing import BALANCE
 from tests.harness import build, config
@@ -97,9 +97,9 @@ def test_the_balance_of_experts_is_that_of_the_whole_batch(family: str) -> None:
     wanted = torch.autograd.grad(loss, list(every.values()))
     own, world = chained(model, 3), world_of(3, 2)
     micro = cut(batch, world_of(3, 2), batches=4)
-    passed = [
-        [stage(**arguments_for(model, piece), logits="none").logits for stage in own[:-1]] for piece in micro
-    ]
+    passed = []
+    for piece in micro:
+        passed.append([stage(**arguments_for(model, piece), logits="none").logits for stage in own[:-1]])
     last = cast(Any, own[-1])
     last.set_is_last_backward = last.set_requires_gradient_sync = lambda final: None  # not sharded
     last.set_reshard_after_backward = lambda final, recurse: None
@@ -168,6 +168,9 @@ def test_layers_are_shared_out_evenly(layers: int, stages: int) -> None:
     assert {len(some) for some in found} <= {layers // stages, -(-layers // stages)}
 
 
+GROWING = {"positions": "rope", "rope_scaling": RopeScaling(kind="dynamic", factor=2.0)}
+
+
 @pytest.mark.parametrize(
     ("model", "stages", "scaled", "words"),
     [
@@ -175,7 +178,7 @@ def test_layers_are_shared_out_evenly(layers: int, stages: int) -> None:
         ({"layer_groups": 1}, 2, False, "layers, and here they share weights (model.layer_groups 1)"),
         ({"depth_capacity": 0.5}, 2, False, "every layer, and model.depth_capacity is 0.5"),
         (
-            {"positions": "rope", "rope_scaling": RopeScaling(kind="dynamic", factor=2.0)},
+            GROWING,
             2,
             False,
             "rope scaling dynamic goes by the longest row of a batch: use data, shard or tensor",
@@ -183,9 +186,7 @@ def test_layers_are_shared_out_evenly(layers: int, stages: int) -> None:
         ({}, 2, True, "has no scaled loss (train.precision float16): use bfloat16 or float32"),
     ],
 )
-def test_what_stages_cannot_share_out_is_refused(
-    model: dict[str, Any], stages: int, scaled: bool, words: str
-) -> None:
+def test_what_stages_cannot_share_out_is_refused(model, stages, scaled, words):
     asked = config(n_layers=3, **model)
     check(asked, 1, scaled)
     with pytest.raises(ConfigError) as error:

@@ -1,16 +1,22 @@
 """The planner: against real sharded ranks, against closed forms, against published runs, and bad input."""
 
-import importlib.util
+from __future__ import annotations
+
 import json
+import os
 import pathlib
-import sys
 import tomllib
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from benchmarks import planner as published
+from torch.distributed.fsdp import fully_shard
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.errors import ClearheadError
+from clearhead.learn.parallel import ParallelPlan
 from clearhead.learn.parallel.division import MeshSizes, Work, read_mesh, stages_of, weights_of
 from clearhead.learn.parallel.estimate import (
     DEVICES,
@@ -21,12 +27,13 @@ from clearhead.learn.parallel.estimate import (
     read_flops,
     read_link,
 )
-from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.parallel.planner import fits
-from clearhead.learn.parallel.world import World
+from clearhead.learn.parallel.shards import local
+from clearhead.learn.parallel.world import World, joined
 from clearhead.variants.costs import LEARNING
-from tests.parallel import forking, sharded_bytes
+from tests.parallel import forking
 
+pytestmark = pytest.mark.ledger("I3")
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GIB = 2**30
 H100 = DEVICES["h100"]
@@ -45,10 +52,9 @@ def planned(config: ch.ModelConfig, mesh: MeshSizes, **more):
     return estimate(work, Cluster(H100, mesh.devices, 80e9, 50e9), mesh, 1)
 
 
-@pytest.mark.ledger("I3")
 def test_bytes_of_sharded_ranks_are_the_real_ones(tmp_path):
     """`fully_shard` on two gloo ranks: weights, gradients and moments of the first rank, byte by byte."""
-    forking.perform(2, tmp_path / "log", sharded_bytes.record, SHARDED, tmp_path)
+    forking.perform(2, tmp_path / "log", record_bytes, SHARDED, tmp_path)
     first, second = (json.loads((tmp_path / f"bytes-{rank}.json").read_text()) for rank in (0, 1))
     for settings, real, other in zip(SHARDED, first, second):
         memory = planned(ch.ModelConfig(**settings), MeshSizes(shard=2)).memory
@@ -64,7 +70,7 @@ def test_on_one_device_it_is_the_cost(name):
     [stage] = stages_of(work, MeshSizes(), 1, 80e9)
     assert stage.total.whole == stage.total.stored == counted.parameters.total
     assert stage.total.kept == counted.memory.activations.total
-    assert stage.total.products + stage.total.head <= counted.flops.training
+    assert stage.total.matmuls + stage.total.head <= counted.flops.training
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt2", "t5-small", "micro-vit"])
@@ -90,9 +96,8 @@ def test_fewer_key_heads_than_ranks_are_copied():
 
 def test_without_sequence_parallelism_every_rank_has_the_stream_and_the_logits():
     config, mesh = ch.preset("llama-3-8b"), MeshSizes(tensor=8)
-    with_it, without = (
-        stages_of(Work(config, 8192, 1, sequence=divided), mesh, 1, 80e9)[0] for divided in (True, False)
-    )
+    works = (Work(config, 8192, 1, sequence=divided) for divided in (True, False))
+    with_it, without = (stages_of(work, mesh, 1, 80e9)[0] for work in works)
     assert without.total.full == pytest.approx(8 * with_it.total.full, rel=0.3)
     assert without.total.kept > with_it.total.kept
     assert without.all_logits == 8 * with_it.all_logits
@@ -141,33 +146,15 @@ def test_states_are_divided(axis):
 
 
 def test_more_checkpointing_keeps_less_and_takes_longer():
-    found = [
-        ch.plan("llama-3-8b", 64, mesh="shard=64", checkpointing=mode).best
-        for mode in ("none", "selective", "full")
-    ]
+    modes = ("none", "selective", "full")
+    found = [ch.plan("llama-3-8b", 64, mesh="shard=64", checkpointing=mode).best for mode in modes]
     assert found[0].memory.activations > found[1].memory.activations > found[2].memory.activations
     assert found[0].time.total < found[1].time.total < found[2].time.total
     assert found[0].mfu > found[2].mfu
 
 
-def benchmark():
-    """benchmarks/run.py planner as a module."""
-    path = ROOT / "benchmarks" / "planner.py"
-    spec = importlib.util.spec_from_file_location("planner_benchmark", path)
-    sys.path.insert(0, str(path.parent))
-    try:
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(path.parent))
-    return module
-
-
-@pytest.mark.ledger("I3")
 def test_published_runs_are_predicted():
-    """Memory within 5 % and time within 20 %, but for the runs that docs/plan.md names."""
-    published = benchmark()
+    """Memory within 5 % and time within 20 %, but for the runs that docs/parallel.md names."""
     lines = [published.line(run) for run in published.RUNS]
     time = [one["run"] for one in lines if abs(one["rate_error"]) > 0.20]
     memory = [
@@ -176,7 +163,7 @@ def test_published_runs_are_predicted():
     assert len(lines) >= 30
     assert len(time) == 1 and "8B on 64 H100" in time[0]
     assert len(memory) == 3
-    page = (ROOT / "docs" / "plan.md").read_text()
+    page = (ROOT / "docs" / "parallel.md").read_text()
     for one in lines:
         assert f"{one['predicted_memory']:.1f} |" in page, "run benchmarks/run.py planner --save"
 
@@ -211,9 +198,8 @@ def test_sizes_are_chosen_by_memory():
 def test_training_gathers_float32_and_leaves_the_stream_whole():
     """What `train` does takes more than what a trainer with both does."""
     work, mesh = Work(ch.preset("llama-3-8b"), 8192, 64, "bfloat16", "full"), MeshSizes(shard=32, tensor=2)
-    usual, trained = (
-        estimate(one, Cluster(H100, 64, 80e9, 50e9), mesh, 2) for one in (work, work.as_trained)
-    )
+    cluster = Cluster(H100, 64, 80e9, 50e9)
+    usual, trained = (estimate(one, cluster, mesh, 2) for one in (work, work.as_trained))
     assert trained.memory.activations > usual.memory.activations
     assert trained.memory.buffers > usual.memory.buffers
     assert trained.traffic["shard"] == pytest.approx(1.5 * usual.traffic["shard"])  # 12 bytes of each, not 8
@@ -262,13 +248,13 @@ def test_a_mesh_that_does_not_fit_is_explained_anyway():
         ({"precision": "bf16"}, 'precision "bf16" is not known (did you mean "bfloat16"?)'),
         ({"checkpointing": "some"}, "choose from none, selective, full"),
         ({"optimizer": "sgd"}, 'optimizer "sgd" is not known'),
-        ({"precision": "float8", "peak": "a100"}, "a100 has no products in float8"),
+        ({"precision": "float8", "peak": "a100"}, "a100 has no matmuls in float8"),
         ({"mesh": "tensor=8"}, "tensor 8 does not divide heads 12: choose from 1, 2, 3, 4, 6, 12"),
         ({"mesh": "shard=4"}, "mesh shard 4 has 4 devices, and there are 8"),
         ({"mesh": "shards=8"}, 'a mesh has no axis "shards" (did you mean "shard"?)'),
         ({"mesh": "shard 8"}, "write axes and sizes, such as shard=8,tensor=2"),
         ({"mesh": "expert=8"}, "expert 8 does not divide n_experts 1"),
-        ({"mesh": "context=8", "length": 1000}, "context 8 must cut rows of 1000 into 16 equal pieces"),
+        ({"mesh": "context=8", "length": 1000}, "context 8 must cut rows of 1000 into 16 equal chunks"),
         ({"mesh": "data=8", "batch": 3 * 1024}, "it has 3 rows: use a batch of 8192 tokens"),
         ({"devices": 13, "batch": 1024}, "no mesh of 13 devices divides 1 rows"),
         ({"top": 0}, "top 0 must be 1 or more"),
@@ -287,9 +273,7 @@ def test_sizes_and_rates_are_read_as_people_write_them():
     assert read_bytes("80GB") == read_bytes("80 gb") == 80e9
     assert read_bytes("80GiB") == 80 * GIB
     assert read_link("400Gb") == read_link("400Gb/s") == read_link("400 Gbps") == read_link("50GB") == 50e9
-    assert (
-        read_flops("989T") == read_flops("989TFLOPS") == read_flops(989e12) == read_flops("9.89e14") == 989e12
-    )
+    assert {read_flops(rate) for rate in ("989T", "989TFLOPS", 989e12, "9.89e14")} == {989e12}
     assert device_named("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
     assert device_named("NVIDIA H100 PCIe") is DEVICES["h100 pcie"]
     assert device_named("NVIDIA A10G") is DEVICES["a10"] and device_named("Tesla T4") is DEVICES["t4"]
@@ -297,59 +281,31 @@ def test_sizes_and_rates_are_read_as_people_write_them():
     assert read_mesh("tensor=2, shard=8") == MeshSizes(shard=8, tensor=2)
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, clearhead):
     picture = tmp_path / "plan.png"
-    main(
-        [
-            "plan",
-            "llama-3-8b",
-            "--devices",
-            "64",
-            "--memory",
-            "80GB",
-            "--link",
-            "400Gb",
-            "--plot",
-            str(picture),
-        ]
-    )
-    shown = capsys.readouterr().out
+    shown = clearhead("plan", "llama-3-8b", f"--devices 64 --memory 80GB --link 400Gb --plot {picture}").out
     assert max(map(len, shown.splitlines())) <= 80
     assert shown.rstrip().endswith("[parallel]\nshard = 32\ncontext = 2")
     assert picture.stat().st_size > 10_000
-    main(["plan", "llama-3-8b", "--devices", "16", "--mesh", "shard=8,tensor=2", "--json"])
-    [mesh] = json.loads(capsys.readouterr().out)["meshes"]
+    [mesh] = clearhead("plan", "llama-3-8b", "--devices 16 --mesh shard=8,tensor=2 --json").json["meshes"]
     assert mesh["mesh"]["tensor"] == 2 and mesh["memory"]["total"] > 0
 
 
-def test_command_takes_recipes_and_directories(tmp_path, capsys):
-    main(["plan", "char-gpt", "--devices", "4", "--json"])
-    found = json.loads(capsys.readouterr().out)
+def test_command_takes_recipes_and_directories(tmp_path, clearhead):
+    found = clearhead("plan", "char-gpt", "--devices 4 --json").json
     assert (found["length"], found["rows"]) == (256, 64)
     ch.Model(ch.Transformer(ch.preset("micro-decoder"))).save(tmp_path / "model")
     for name in ("model", "model/config.json"):
-        main(["plan", str(tmp_path / name), "--devices", "2", "--json"])
-        assert json.loads(capsys.readouterr().out)["parameters"] == ch.cost("micro-decoder").parameters.total
+        found = clearhead("plan", tmp_path / name, "--devices 2 --json").json
+        assert found["parameters"] == ch.cost("micro-decoder").parameters.total
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nothing", "--devices", "8"],
-        ["none.toml", "--devices", "8"],
-        ["gpt2", "--devices", "8", "--link", "400MHz"],
-        ["gpt2", "--devices", "8", "--peak", "gpu9000"],
-        ["gpt2", "--devices", "8", "--mesh", "tensor=8"],
-        ["gpt2", "--devices", "8", "--plot", "plan.bmp"],
-        ["llama-3-70b", "--devices", "4", "--memory", "1GB"],
-    ],
-)
-def test_command_refuses_with_one_line(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["plan", *arguments])
-    shown = capsys.readouterr()
-    assert stop.value.code == 2
-    assert shown.out == "" and len(shown.err.strip().splitlines()) == 1
+def test_command_refuses_with_one_line(clearhead):
+    for model in ("nothing", "none.toml"):
+        clearhead.refuses("", "plan", model, "--devices 8")
+    for wrong in ("--link 400MHz", "--peak gpu9000", "--mesh tensor=8", "--plot plan.bmp"):
+        clearhead.refuses("", "plan", "gpt2", "--devices 8", wrong)
+    clearhead.refuses("", "plan", "llama-3-70b", "--devices 4 --memory 1GB")
 
 
 def test_more_processes_than_gpus_are_refused_by_name(monkeypatch):
@@ -358,3 +314,33 @@ def test_more_processes_than_gpus_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ClearheadError, match=r"4 processes .* 1 GPUs: .* train.device=cpu"):
         World(rank=0, size=4).arranged(ParallelPlan(data=4), "cuda", lambda plan: True)
+
+
+def local_bytes(tensors: Any) -> int:
+    """Bytes that this rank has of each tensor."""
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def record_bytes(configs: list[dict[str, Any]], folder: Path) -> None:
+    """Write bytes of weights, gradients and moments, for each config, to `bytes-RANK.json`."""
+    torch.set_num_threads(1)
+    found = []
+    with joined():
+        for settings in configs:
+            torch.manual_seed(0)
+            model = ch.Transformer(ch.ModelConfig(**settings))
+            for block in model.decoder.blocks:
+                fully_shard(block)
+            fully_shard(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(torch.arange(8)[None] % 7).logits.square().mean().backward()
+            optimizer.step()
+            parameters, states = list(model.parameters()), optimizer.state.values()
+            moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
+            kinds = {
+                "weights": parameters,
+                "gradients": [one.grad for one in parameters],
+                "optimizer": moments,
+            }
+            found.append({kind: local_bytes(tensors) for kind, tensors in kinds.items()})
+    (folder / f"bytes-{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import queue
 import threading
 from collections.abc import Callable
@@ -17,13 +18,13 @@ import clearhead as ch
 from clearhead.core import masks
 from clearhead.core.attention import eager
 from clearhead.core.config import RopeScaling
-from clearhead.core.config.kinds import read_kind
 from clearhead.errors import ConfigError
 from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.losses import batch_loss
 from clearhead.learn.parallel import ring_schedule as rings
 from clearhead.learn.parallel.context import attend_ring, share_tokens
 from clearhead.learn.parallel.ring_schedule import TokenShards
+from clearhead.variants.checks import read_kind
 
 pytestmark = pytest.mark.ledger("I3")
 Boxes = list[list["queue.Queue[Tensor]"]]
@@ -111,9 +112,7 @@ def heads_first(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("kind", ["full", "window(4)", "dilated(3, 2, sinks=2)", "blocks(2, 3, 2, 0, 1)"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_ring_gives_dense_attention(
-    count: int, kind: str, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_gives_dense_attention(count, kind, causal, monkeypatch):
     """Answers and gradients, with grouped heads, a cap, sinks, a learned bias, padding and documents."""
     monkeypatch.setattr(rings, "MAX_SCORES", 400)  # several blocks
     for length, uneven, cap in ((12, False, None), (21, True, 2.0)):
@@ -149,16 +148,9 @@ def test_a_ring_gives_dense_attention(
 
             q, k, v = map(mine, given[:3])
             sink, table = (x.detach().clone().requires_grad_() for x in given[3:])
-            view = rings.ring_view(
-                ring,
-                (tokens, layout),
-                (tokens, layout),
-                read_kind(kind),
-                causal,
-                width=12,
-                bias_of=lambda queries, keys: bias(table, queries, keys),
-                weights=lambda: [table],
-            )
+            own = (tokens, layout)
+            more = {"bias_of": functools.partial(bias, table), "weights": lambda: [table], "width": 12}
+            view = rings.ring_view(ring, own, own, read_kind(kind), causal, **more)
             found = attend_ring(q, k, v, view, 0.3, cap, sink)
             there = (layout.slots(ring.rank) < layout.length)[:, None]
             (found * mine(upstream).detach() * there).sum().backward()

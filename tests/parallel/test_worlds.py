@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import clearhead as ch
-from clearhead.learn.parallel import shards
-from clearhead.learn.parallel.plan import ParallelPlan
+from clearhead.learn.parallel import ParallelPlan, shards
 from clearhead.learn.parallel.split import split
 from clearhead.learn.parallel.world import World
 

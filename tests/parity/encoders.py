@@ -7,20 +7,18 @@ some), loss and the gradient of every tensor, the way back to the reference, and
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.hub.architecture import is_among
 from clearhead.hub.checkpoint import export_state
-from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, batch, close, positions_of
+from tests.parity.harness import GRADIENTS, HIDDEN, LOGITS, batch, check_saved, close, positions_of
 
 # Models that count positions by themselves, from the padding id.
 FINDS_POSITIONS = ("roberta", "longformer", "xlm-roberta", "camembert", "mpnet")
@@ -78,7 +76,7 @@ def check_text_encoder(
         check_forward(model, ours, theirs_in, ours_in, side)
     theirs_in, ours_in = text_inputs(model, "right")
     check_backward(model, ours, theirs_in, ours_in, tmp)
-    check_back(model, ours, tmp, theirs_in, ours_in, spared, alike, **build)
+    check_back(model, ours, tmp, theirs_in, ours_in, alike=alike, spared=spared, **build)
     return ours
 
 
@@ -160,32 +158,9 @@ def check_back(
     tmp: Path,
     theirs_in: dict[str, Tensor],
     ours_in: dict[str, Tensor],
-    spared: tuple[str, ...] = (),
-    alike: bool = False,
-    **build: Any,
+    **how: Any,
 ) -> None:
-    """Save here, open there with nothing missing or unexpected and the same answer; open here bit for bit.
-
-    Both with the config.json it came with and, fresh, from our config alone; then `spared` may be missing,
-    and where others are `alike`, the class may be a better known one with the same config.
-    """
-    with torch.no_grad():
-        wanted, mine = said(model(**theirs_in)), ours.model(**ours_in).logits
-        for name, loaded in (("saved", ours), ("fresh", ch.Model(ours.model))):
-            loaded.save(tmp / name)
-            kind = json.loads((tmp / name / "config.json").read_text())["architectures"][0]
-            again, info = getattr(transformers, kind).from_pretrained(
-                tmp / name, output_loading_info=True, attn_implementation="eager", **build
-            )
-            # What belongs to another head than the model's, it has only where a file brought it.
-            unused = {key for key in info["missing_keys"] if name == "fresh" and is_among(key, spared)}
-            for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-                assert not set(info[problem]) - unused, f"{name}: {problem} {info[problem]}"
-            assert kind == type(model).__name__ or (alike and name == "fresh")
-            close(f"reference reads it back, {name}", said(again.eval()(**theirs_in)), wanted, 1e-6)
-            back = ch.load(tmp / name)
-            assert torch.equal(back.model(**ours_in).logits, mine)
-            assert back.config == ours.config
-            assert back.description is not None and ours.description is not None
-            if kind == type(model).__name__:
-                assert back.description.architecture is ours.description.architecture
+    """Check what is saved, by the answers to one batch."""
+    check_saved(
+        model, ours, tmp, lambda one: said(one(**theirs_in)), lambda one: one(**ours_in).logits, **how
+    )

@@ -8,6 +8,7 @@ clearhead to clearhead.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import transformers
 from torch import Tensor
 
 import clearhead as ch
+from clearhead.hub.architecture import is_among
 from clearhead.hub.checkpoint import rules_of
 from clearhead.hub.files import read_json
 from clearhead.hub.rules import matches
@@ -65,12 +67,15 @@ def positions_of(mask: Tensor) -> Tensor:
     return (mask.long().cumsum(1) - 1).clamp(min=0)
 
 
-def close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+def gap(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to values above one."""
     scale = max(1.0, float(theirs.detach().abs().max()))
-    difference = float((ours - theirs).detach().abs().max())
-    assert difference <= tolerance * scale, (
-        f"{name}: largest difference {difference:.2e}, allowed {tolerance * scale:.2e}"
-    )
+    return float((ours - theirs).detach().abs().max()) / scale
+
+
+def close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
+    difference = gap(ours, theirs)
+    assert difference <= tolerance, f"{name}: largest difference {difference:.2e}, allowed {tolerance:.2e}"
 
 
 def check_decoder(model: Any, folder: Path, tmp: Path, tokens: int = 30, **generate: Any) -> ch.Model:
@@ -102,22 +107,15 @@ def check_decoder(model: Any, folder: Path, tmp: Path, tokens: int = 30, **gener
         **generate,
     )
     assert greedy(ours.model, ids, tokens).tolist() == theirs[:, 9:].tolist()
-    check_gradients(model, ours, ids, ids)
-    check_round_trip(model, ours, tmp, lambda other: other(ids).logits, lambda mine: mine(ids).logits)
+    compare_gradients(model, ours, model(ids).logits, ours.model(ids).logits, ids)
+    check_saved(model, ours, tmp, lambda one: one(ids).logits, lambda one: one(ids).logits, alike=True)
     return ours
-
-
-def check_gradients(model: Any, ours: ch.Model, ids: Tensor, targets: Tensor, **inputs: Any) -> None:
-    """Loss of the next token, and the gradient of every tensor of the checkpoint."""
-    theirs_logits = model(ids).logits
-    ours_logits = ours.model(ids).logits
-    compare_gradients(model, ours, theirs_logits, ours_logits, targets)
 
 
 def compare_gradients(
     model: Any, ours: ch.Model, theirs_logits: Tensor, ours_logits: Tensor, targets: Tensor
-) -> None:
-    """The same loss on both sides, pushed back to the checkpoint's tensors."""
+) -> set[str]:
+    """The same loss on both sides, and the gradient of every tensor of the checkpoint."""
     losses = [
         F.cross_entropy(logits.flatten(0, -2), targets.flatten()) for logits in (theirs_logits, ours_logits)
     ]
@@ -142,26 +140,45 @@ def compare_gradients(
         )
         compared.add(match.theirs)
     assert compared == set(wanted), f"no gradient to compare with that of {sorted(set(wanted) - compared)}"
+    return compared
 
 
-def check_round_trip(model: Any, ours: ch.Model, tmp: Path, theirs_out: Any, ours_out: Any) -> None:
-    """Save here, open there with nothing missing or unexpected and the same logits; open here bit for bit."""
-    ours.save(tmp / "saved")
-    again, info = type(model).from_pretrained(
-        tmp / "saved", output_loading_info=True, attn_implementation="eager"
-    )
-    assert not info["missing_keys"], info["missing_keys"]
-    assert not info["unexpected_keys"], info["unexpected_keys"]
-    assert not info["mismatched_keys"], info["mismatched_keys"]
+def reopened(kind: Any, folder: Path, spared: tuple[str, ...] = (), **build: Any) -> Any:
+    """Open in transformers what clearhead saved: nothing but `spared` is missing, nothing is unexpected."""
+    build = {"attn_implementation": "eager", **build}
+    model, info = kind.from_pretrained(folder, output_loading_info=True, **build)
+    assert not [name for name in info["missing_keys"] if not is_among(name, spared)], info["missing_keys"]
+    problems = {name: info[name] for name in ("unexpected_keys", "mismatched_keys")}
+    assert not any(problems.values()), problems
+    return model.eval()
+
+
+def check_saved(
+    model: Any,
+    ours: ch.Model,
+    tmp: Path,
+    theirs_out: Callable[[Any], Tensor],
+    ours_out: Callable[[ch.Transformer], Tensor],
+    alike: bool = False,
+    spared: tuple[str, ...] = (),
+    **build: Any,
+) -> None:
+    """Save here, open there with nothing missing or unexpected and the same answer; open here bit for bit.
+
+    Both with the config.json it came with and, fresh, from our config alone; then `spared` may be missing,
+    and where others are `alike`, the class may be a better known one with the same config.
+    """
     with torch.no_grad():
-        close("reference reads it back", theirs_out(again.eval()), theirs_out(model), 1e-6)
-        assert torch.equal(ours_out(ch.load(tmp / "saved").model), ours_out(ours.model))
-    # Without its config.json, the config alone must lead to an architecture that computes the same.
-    fresh = ch.Model(ours.model)
-    fresh.save(tmp / "fresh")
-    kind = getattr(transformers, read_json(tmp / "fresh" / "config.json")["architectures"][0])
-    again, info = kind.from_pretrained(tmp / "fresh", output_loading_info=True, attn_implementation="eager")
-    assert not info["missing_keys"], info["missing_keys"]
-    assert not info["unexpected_keys"], info["unexpected_keys"]
-    with torch.no_grad():
-        close("reference reads the fresh config", theirs_out(again.eval()), theirs_out(model), 1e-6)
+        wanted, mine = theirs_out(model), ours_out(ours.model)
+        for name, loaded in (("saved", ours), ("fresh", ch.Model(ours.model))):
+            loaded.save(tmp / name)
+            fresh, kind = name == "fresh", read_json(tmp / name / "config.json")["architectures"][0]
+            again = reopened(getattr(transformers, kind), tmp / name, spared if fresh else (), **build)
+            close(f"reference reads what was {name}", theirs_out(again), wanted, 1e-6)
+            back = ch.load(tmp / name)
+            assert torch.equal(ours_out(back.model), mine)
+            assert back.config == ours.config
+            assert kind == type(model).__name__ or (alike and fresh)
+            assert back.description is not None and ours.description is not None
+            if kind == type(model).__name__:
+                assert back.description.architecture is ours.description.architecture

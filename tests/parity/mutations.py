@@ -17,7 +17,6 @@ Each mutation ends in one of:
 from __future__ import annotations
 
 import argparse
-import copy
 import inspect
 import json
 import random
@@ -47,7 +46,7 @@ TEXT = {
     "max_position_embeddings": 128,
     "pad_token_id": 0,
 }
-GROUPED = {**TEXT, "num_key_value_heads": 2}
+GROUPED = dict(TEXT, num_key_value_heads=2)
 WINDOW = {"sliding_window": 7}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 LONGROPE = {
@@ -75,7 +74,7 @@ WHISPER = {
     **{"num_mel_bins": 7, "max_source_positions": 11, "max_target_positions": 64, "pad_token_id": 0},
     **{"bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 2, "begin_suppress_tokens": None},
 }
-MARIAN = {**BART, "pad_token_id": 40, "decoder_start_token_id": 40, "eos_token_id": 0}
+MARIAN = dict(BART, pad_token_id=40, decoder_start_token_id=40, eos_token_id=0)
 NEXT = {
     **GROUPED,
     "head_dim": 8,
@@ -98,7 +97,7 @@ DEBERTA = {
     **{"relative_attention": True, "position_biased_input": False, "share_att_key": True},
     **{"pos_att_type": ["p2c", "c2p"], "position_buckets": 6, "norm_rel_ebd": "layer_norm"},
 }
-VIT = {**TEXT, "image_size": 28, "patch_size": 4, "num_labels": 5}
+VIT = dict(TEXT, image_size=28, patch_size=4, num_labels=5)
 LABELS = {"num_labels": 3}
 BLOCKS = {"block_size": 4, "num_random_blocks": 1}
 LONGFORMER = {"attention_window": [8, 4, 8], "max_position_embeddings": 130}
@@ -107,111 +106,93 @@ LONGFORMER = {"attention_window": [8, 4, 8], "max_position_embeddings": 130}
 class Subject(NamedTuple):
     """A model whose config.json is changed: its class in transformers, and its options."""
 
-    config: str
-    model: str
+    kind: str
     options: dict[str, Any]
+    head: str = "ForCausalLM"
+
+    @property
+    def model(self) -> str:
+        """Return the name of the class in transformers."""
+        return self.kind + self.head
 
 
 SUBJECTS = {
-    "GPT-2": Subject("GPT2Config", "GPT2LMHeadModel", GPT2),
-    "GPT-NeoX": Subject("GPTNeoXConfig", "GPTNeoXForCausalLM", TEXT),
-    "Llama": Subject("LlamaConfig", "LlamaForCausalLM", GROUPED),
-    "Llama scaled": Subject(
-        "LlamaConfig", "LlamaForCausalLM", {**GROUPED, "rope_scaling": {"rope_type": "linear", "factor": 3.0}}
-    ),
-    "Mistral": Subject("MistralConfig", "MistralForCausalLM", {**GROUPED, **WINDOW}),
-    "Mixtral": Subject("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
-    "gpt-oss": Subject(
-        "GptOssConfig", "GptOssForCausalLM", {**GROUPED, **WINDOW, "head_dim": 8, "num_local_experts": 4}
-    ),
-    "Qwen2": Subject("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
-    "Qwen2 windows": Subject(
-        "Qwen2Config",
-        "Qwen2ForCausalLM",
-        {**GROUPED, **WINDOW, "use_sliding_window": True, "max_window_layers": 1},
-    ),
-    "Qwen3": Subject("Qwen3Config", "Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}),
-    "Qwen3-Next": Subject("Qwen3NextConfig", "Qwen3NextForCausalLM", NEXT),
-    "Qwen2-MoE": Subject("Qwen2MoeConfig", "Qwen2MoeForCausalLM", MIXED),
-    "Qwen3-MoE": Subject("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**MIXED, "head_dim": 8}),
-    "OPT": Subject("OPTConfig", "OPTForCausalLM", {**TEXT, "ffn_dim": 40, "word_embed_proj_dim": 32}),
-    "OPT 350m": Subject(
-        *("OPTConfig", "OPTForCausalLM"),
-        {**TEXT, "ffn_dim": 40, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
-    ),
-    "GPT-Neo": Subject("GPTNeoConfig", "GPTNeoForCausalLM", NEO),
-    "GPT-J": Subject("GPTJConfig", "GPTJForCausalLM", {**GPT2, "rotary_dim": 4}),
-    "BLOOM": Subject(
-        "BloomConfig", "BloomForCausalLM", {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4}
-    ),
-    "StarCoder": Subject("GPTBigCodeConfig", "GPTBigCodeForCausalLM", GPT2),
-    "StarCoder2": Subject("Starcoder2Config", "Starcoder2ForCausalLM", {**GROUPED, **WINDOW}),
-    "Cohere": Subject("CohereConfig", "CohereForCausalLM", GROUPED),
-    "Cohere2": Subject("Cohere2Config", "Cohere2ForCausalLM", {**GROUPED, **WINDOW, "layer_types": KINDS}),
-    "GLM": Subject("GlmConfig", "GlmForCausalLM", {**GROUPED, "head_dim": 8}),
-    "GLM4": Subject("Glm4Config", "Glm4ForCausalLM", {**GROUPED, "head_dim": 8}),
-    "Nemotron": Subject("NemotronConfig", "NemotronForCausalLM", GROUPED),
-    "OLMo3": Subject("Olmo3Config", "Olmo3ForCausalLM", {**GROUPED, **WINDOW, "layer_types": KINDS}),
-    "OLMoE": Subject("OlmoeConfig", "OlmoeForCausalLM", MIXED),
-    "Granite-MoE": Subject("GraniteMoeConfig", "GraniteMoeForCausalLM", {**GROUPED, "num_local_experts": 4}),
-    "Gemma": Subject("GemmaConfig", "GemmaForCausalLM", {**GROUPED, "head_dim": 10}),
-    "Gemma2": Subject("Gemma2Config", "Gemma2ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 10}),
-    "Gemma3": Subject("Gemma3TextConfig", "Gemma3ForCausalLM", {**GROUPED, **WINDOW, "head_dim": 8}),
-    "Phi": Subject("PhiConfig", "PhiForCausalLM", TEXT),
-    "Phi3": Subject("Phi3Config", "Phi3ForCausalLM", GROUPED),
+    "GPT-2": Subject("GPT2", GPT2, "LMHeadModel"),
+    "GPT-NeoX": Subject("GPTNeoX", TEXT),
+    "Llama": Subject("Llama", GROUPED),
+    "Llama scaled": Subject("Llama", dict(GROUPED, rope_scaling={"rope_type": "linear", "factor": 3.0})),
+    "Mistral": Subject("Mistral", {**GROUPED, **WINDOW}),
+    "Mixtral": Subject("Mixtral", dict(GROUPED, num_local_experts=4)),
+    "gpt-oss": Subject("GptOss", dict(GROUPED | WINDOW, head_dim=8, num_local_experts=4)),
+    "Qwen2": Subject("Qwen2", GROUPED),
+    "Qwen2 windows": Subject("Qwen2", dict(GROUPED | WINDOW, use_sliding_window=True, max_window_layers=1)),
+    "Qwen3": Subject("Qwen3", dict(GROUPED, head_dim=8)),
+    "Qwen3-Next": Subject("Qwen3Next", NEXT),
+    "Qwen2-MoE": Subject("Qwen2Moe", MIXED),
+    "Qwen3-MoE": Subject("Qwen3Moe", dict(MIXED, head_dim=8)),
+    "OPT": Subject("OPT", dict(TEXT, ffn_dim=40, word_embed_proj_dim=32)),
+    "OPT 350m": Subject("OPT", dict(TEXT, ffn_dim=40, word_embed_proj_dim=16, do_layer_norm_before=False)),
+    "GPT-Neo": Subject("GPTNeo", NEO),
+    "GPT-J": Subject("GPTJ", dict(GPT2, rotary_dim=4)),
+    "BLOOM": Subject("Bloom", {"vocab_size": 61, "hidden_size": 32, "n_layer": 3, "n_head": 4}),
+    "StarCoder": Subject("GPTBigCode", GPT2),
+    "StarCoder2": Subject("Starcoder2", {**GROUPED, **WINDOW}),
+    "Cohere": Subject("Cohere", GROUPED),
+    "Cohere2": Subject("Cohere2", dict(GROUPED | WINDOW, layer_types=KINDS)),
+    "GLM": Subject("Glm", dict(GROUPED, head_dim=8)),
+    "GLM4": Subject("Glm4", dict(GROUPED, head_dim=8)),
+    "Nemotron": Subject("Nemotron", GROUPED),
+    "OLMo3": Subject("Olmo3", dict(GROUPED | WINDOW, layer_types=KINDS)),
+    "OLMoE": Subject("Olmoe", MIXED),
+    "Granite-MoE": Subject("GraniteMoe", dict(GROUPED, num_local_experts=4)),
+    "Gemma": Subject("Gemma", dict(GROUPED, head_dim=10)),
+    "Gemma2": Subject("Gemma2", dict(GROUPED | WINDOW, head_dim=10)),
+    "Gemma3": Subject("Gemma3", dict(GROUPED | WINDOW, head_dim=8)),
+    "Phi": Subject("Phi", TEXT),
+    "Phi3": Subject("Phi3", GROUPED),
     "Phi3 longrope": Subject(
-        "Phi3Config",
-        "Phi3ForCausalLM",
-        {**GROUPED, "rope_scaling": LONGROPE, "original_max_position_embeddings": 32},
+        "Phi3", dict(GROUPED, rope_scaling=LONGROPE, original_max_position_embeddings=32)
     ),
-    "OLMo2": Subject("Olmo2Config", "Olmo2ForCausalLM", GROUPED),
-    "StableLM": Subject("StableLmConfig", "StableLmForCausalLM", GROUPED),
-    "Falcon": Subject("FalconConfig", "FalconForCausalLM", TEXT),
-    "Granite": Subject("GraniteConfig", "GraniteForCausalLM", GROUPED),
-    "SmolLM3": Subject("SmolLM3Config", "SmolLM3ForCausalLM", {**GROUPED, "no_rope_layers": [1, 0, 1]}),
-    "SmolLM3 windows": Subject(
-        "SmolLM3Config",
-        "SmolLM3ForCausalLM",
-        {**GROUPED, **WINDOW, "use_sliding_window": True, "layer_types": KINDS},
-    ),
-    "BERT": Subject("BertConfig", "BertForMaskedLM", TEXT),
-    "BERT classifier": Subject("BertConfig", "BertForSequenceClassification", {**TEXT, **LABELS}),
-    "BERT decoder": Subject("BertConfig", "BertModel", TEXT),
-    "RoBERTa": Subject("RobertaConfig", "RobertaForMaskedLM", {**TEXT, "max_position_embeddings": 130}),
-    "RoBERTa tagger": Subject("RobertaConfig", "RobertaForTokenClassification", {**TEXT, **LABELS}),
-    "XLM-RoBERTa": Subject("XLMRobertaConfig", "XLMRobertaForSequenceClassification", {**TEXT, **LABELS}),
-    "CamemBERT": Subject("CamembertConfig", "CamembertForMaskedLM", TEXT),
-    "MPNet": Subject("MPNetConfig", "MPNetForMaskedLM", TEXT),
-    "ELECTRA": Subject("ElectraConfig", "ElectraForMaskedLM", {**TEXT, "embedding_size": 16}),
-    "ELECTRA discriminator": Subject("ElectraConfig", "ElectraForPreTraining", TEXT),
-    "ModernBERT": Subject("ModernBertConfig", "ModernBertForMaskedLM", {**TEXT, "local_attention": 8}),
+    "OLMo2": Subject("Olmo2", GROUPED),
+    "StableLM": Subject("StableLm", GROUPED),
+    "Falcon": Subject("Falcon", TEXT),
+    "Granite": Subject("Granite", GROUPED),
+    "SmolLM3": Subject("SmolLM3", dict(GROUPED, no_rope_layers=[1, 0, 1])),
+    "SmolLM3 windows": Subject("SmolLM3", dict(GROUPED | WINDOW, use_sliding_window=True, layer_types=KINDS)),
+    "BERT": Subject("Bert", TEXT, "ForMaskedLM"),
+    "BERT classifier": Subject("Bert", {**TEXT, **LABELS}, "ForSequenceClassification"),
+    "BERT decoder": Subject("Bert", TEXT, "Model"),
+    "RoBERTa": Subject("Roberta", dict(TEXT, max_position_embeddings=130), "ForMaskedLM"),
+    "RoBERTa tagger": Subject("Roberta", {**TEXT, **LABELS}, "ForTokenClassification"),
+    "XLM-RoBERTa": Subject("XLMRoberta", {**TEXT, **LABELS}, "ForSequenceClassification"),
+    "CamemBERT": Subject("Camembert", TEXT, "ForMaskedLM"),
+    "MPNet": Subject("MPNet", TEXT, "ForMaskedLM"),
+    "ELECTRA": Subject("Electra", dict(TEXT, embedding_size=16), "ForMaskedLM"),
+    "ELECTRA discriminator": Subject("Electra", TEXT, "ForPreTraining"),
+    "ModernBERT": Subject("ModernBert", dict(TEXT, local_attention=8), "ForMaskedLM"),
     "ModernBERT classifier": Subject(
-        "ModernBertConfig", "ModernBertForSequenceClassification", {**TEXT, **LABELS, "local_attention": 8}
+        "ModernBert", dict(TEXT | LABELS, local_attention=8), "ForSequenceClassification"
     ),
-    "DeBERTa": Subject("DebertaV2Config", "DebertaV2ForMaskedLM", {**TEXT, **DEBERTA}),
-    "DeBERTa classifier": Subject(
-        "DebertaV2Config", "DebertaV2ForSequenceClassification", {**TEXT, **DEBERTA, **LABELS}
-    ),
-    "DistilBERT": Subject("DistilBertConfig", "DistilBertForMaskedLM", DISTIL),
-    "DistilBERT spans": Subject("DistilBertConfig", "DistilBertForQuestionAnswering", DISTIL),
-    "Longformer": Subject("LongformerConfig", "LongformerForMaskedLM", {**TEXT, **LONGFORMER}),
+    "DeBERTa": Subject("DebertaV2", {**TEXT, **DEBERTA}, "ForMaskedLM"),
+    "DeBERTa classifier": Subject("DebertaV2", {**TEXT, **DEBERTA, **LABELS}, "ForSequenceClassification"),
+    "DistilBERT": Subject("DistilBert", DISTIL, "ForMaskedLM"),
+    "DistilBERT spans": Subject("DistilBert", DISTIL, "ForQuestionAnswering"),
+    "Longformer": Subject("Longformer", {**TEXT, **LONGFORMER}, "ForMaskedLM"),
     "Longformer classifier": Subject(
-        "LongformerConfig", "LongformerForSequenceClassification", {**TEXT, **LONGFORMER, **LABELS}
+        "Longformer", {**TEXT, **LONGFORMER, **LABELS}, "ForSequenceClassification"
     ),
-    "ALBERT": Subject("AlbertConfig", "AlbertForMaskedLM", {**TEXT, "embedding_size": 16}),
-    "BigBird": Subject("BigBirdConfig", "BigBirdForMaskedLM", {**TEXT, **BLOCKS}),
-    "BigBird classifier": Subject(
-        "BigBirdConfig", "BigBirdForSequenceClassification", {**TEXT, **BLOCKS, **LABELS}
-    ),
-    "T5": Subject("T5Config", "T5ForConditionalGeneration", T5),
-    "T5 gated": Subject("T5Config", "T5ForConditionalGeneration", {**T5, "feed_forward_proj": "gated-gelu"}),
-    "MT5": Subject("MT5Config", "MT5ForConditionalGeneration", T5),
-    "BART": Subject("BartConfig", "BartForConditionalGeneration", BART),
-    "mBART": Subject("MBartConfig", "MBartForConditionalGeneration", BART),
-    "Marian": Subject("MarianConfig", "MarianMTModel", MARIAN),
-    "M2M-100": Subject("M2M100Config", "M2M100ForConditionalGeneration", BART),
-    "Whisper": Subject("WhisperConfig", "WhisperForConditionalGeneration", WHISPER),
-    "ViT": Subject("ViTConfig", "ViTForImageClassification", VIT),
+    "ALBERT": Subject("Albert", dict(TEXT, embedding_size=16), "ForMaskedLM"),
+    "BigBird": Subject("BigBird", {**TEXT, **BLOCKS}, "ForMaskedLM"),
+    "BigBird classifier": Subject("BigBird", {**TEXT, **BLOCKS, **LABELS}, "ForSequenceClassification"),
+    "T5": Subject("T5", T5, "ForConditionalGeneration"),
+    "T5 gated": Subject("T5", dict(T5, feed_forward_proj="gated-gelu"), "ForConditionalGeneration"),
+    "MT5": Subject("MT5", T5, "ForConditionalGeneration"),
+    "BART": Subject("Bart", BART, "ForConditionalGeneration"),
+    "mBART": Subject("MBart", BART, "ForConditionalGeneration"),
+    "Marian": Subject("Marian", MARIAN, "MTModel"),
+    "M2M-100": Subject("M2M100", BART, "ForConditionalGeneration"),
+    "Whisper": Subject("Whisper", WHISPER, "ForConditionalGeneration"),
+    "ViT": Subject("ViT", VIT, "ForImageClassification"),
 }
 # Fields that other tools write, that older files have, or that a neighbour's class knows.
 EXTRA: dict[str, list[Any]] = {
@@ -357,7 +338,7 @@ def inputs_of(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def prepare(subject: Subject, folder: Path) -> Any:
     """Save a random model of this kind, and return it."""
-    config = getattr(transformers, subject.config)(**copy.deepcopy(subject.options))
+    config = harness.config_of(subject.kind, subject.options)
     maker = seq2seq.reference if config.is_encoder_decoder else harness.reference
     return maker(subject.model, config, folder)
 

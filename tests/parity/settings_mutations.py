@@ -80,11 +80,7 @@ GENERATION: dict[str, list[Any]] = {
     **{"max_length": [5, 40], "max_new_tokens": [3], "num_return_sequences": [2], "do_sample": [True]},
     **{"temperature": [0.5], "top_k": [3], "top_p": [0.3], "min_p": [0.1], "typical_p": [0.5]},
     **{"renormalize_logits": [True], "remove_invalid_values": [True], "guidance_scale": [1.5, 1]},
-    **{
-        "sequence_bias": [[[[5], 9.0]]],
-        "exponential_decay_length_penalty": [[2, 1.5]],
-        "dola_layers": ["low"],
-    },
+    **dict(sequence_bias=[[[[5], 9.0]]], exponential_decay_length_penalty=[[2, 1.5]], dola_layers=["low"]),
     **{"penalty_alpha": [0.6, 0.0], "watermarking_config": [{"bias": 5.0}], "token_healing": [True]},
     **{"use_cache": [False], "cache_implementation": ["static", "hybrid"], "prompt_lookup_num_tokens": [2]},
     **{"output_scores": [True], "return_dict_in_generate": [True], "low_memory": [True], "top_h": [0.5]},
@@ -99,7 +95,7 @@ def generation_subject(name: str, folder: Path) -> tuple[list[tuple[Change, ...]
     kind, config = MODELS[name]
     both = config.is_encoder_decoder
     model = (seq2seq if both else harness).reference(kind, config, folder, 1)
-    base = {**ENDS, "transformers_version": "5.0.0"} | ({"decoder_start_token_id": START} if both else {})
+    base = dict(ENDS, transformers_version="5.0.0") | ({"decoder_start_token_id": START} if both else {})
     (folder / "generation_config.json").write_text(json.dumps(base))
     names = dict.fromkeys([*base, *GENERATION, *transformers.GenerationConfig().to_dict()])
     names = [one for one in names if not one.startswith("_")]
@@ -212,10 +208,9 @@ TOKENS: dict[str, list[Any]] = {
     **{name: [True, False, None] for name in ("keep_accents", "add_prefix_space", "add_bos_token", "legacy")},
     **{name: [True, False, None] for name in ("add_eos_token", "split_special_tokens", "trim_offsets")},
     **{name: [True, False, None] for name in ("split_by_punct", "clean_up_tokenization_spaces", "use_fast")},
-    **{
-        "model_max_length": [4, 6, None, 0, -1, "6", 1e30],
-        "truncation_side": ["left", "right", None, "middle"],
-    },
+    **dict(
+        model_max_length=[4, 6, None, 0, -1, "6", 1e30], truncation_side=["left", "right", None, "middle"]
+    ),
     **{"padding_side": ["left"], "truncation": [True], "max_length": [5], "stride": [2], "extra_ids": [3, 0]},
     "extra_special_tokens": [["<tool>"], [], None, {"tool_token": "<tool>"}, {"tool_token": None}],
     "additional_special_tokens": [["<tool>", "Lord"], [], None, ["<s>"]],
@@ -287,10 +282,7 @@ SENTENCE: dict[str, dict[str, list[Any]]] = {
     "sentence_bert_config.json": {
         "max_seq_length": [ABSENT, None, 4, 6, 20, 40, 0, -1, "6", 6.0],
         "do_lower_case": [True, False, None, 0],
-        **{
-            "transformer_task": ["text-generation", "fill-mask"],
-            "module_output_name": ["sentence_embedding"],
-        },
+        **dict(transformer_task=["text-generation", "fill-mask"], module_output_name=["sentence_embedding"]),
         **{"query_length": [3], "document_length": [3], "unpad_inputs": [True], "query_expansion": [{}]},
         **{"model_args": [{}, {"dtype": "float16"}], "tokenizer_args": [{}, {"model_max_length": 5}]},
         **{"config_args": [{"num_hidden_layers": 0}], "model_kwargs": [{"dtype": "float16"}, {}]},
@@ -321,11 +313,7 @@ SENTENCE: dict[str, dict[str, list[Any]]] = {
     },
     "2_Normalize/config.json": {"module_input_name": ["token_embeddings", None], "p": [1], "some_field": [1]},
     "tokenizer_config.json": {
-        **{
-            "model_max_length": [4, 12, None, ABSENT],
-            "truncation_side": ["left", None],
-            "do_lower_case": [False],
-        },
+        **dict(model_max_length=[4, 12, None, ABSENT], truncation_side=["left", None], do_lower_case=[False]),
         **{"pad_token": [None, "[UNK]"], "padding_side": ["left"], "model_input_names": [["input_ids"]]},
     },
     "config.json": {"max_position_embeddings": [24], "hidden_act": ["relu"]},
@@ -333,15 +321,15 @@ SENTENCE: dict[str, dict[str, list[Any]]] = {
 MODULES: list[Callable[[list[dict[str, Any]]], Any]] = [
     *(lambda each: each[:2], lambda each: each[:1], lambda each: each[::-1], lambda each: each[1:]),
     *(lambda each: [each[0], each[2], each[1]], lambda each: [*each, each[2]], lambda each: []),
-    lambda each: [{**one, "idx": 7 - one["idx"]} for one in each],
-    lambda each: [{**one, "name": "0"} for one in each],
-    lambda each: [{**one, "type": one["type"].replace("models.", "")} for one in each],
-    lambda each: [{**one, "type": f"elsewhere.{one['type']}"} for one in each],
-    lambda each: [each[0], {**each[1], "path": ""}, each[2]],
-    lambda each: [each[0], {**each[1], "path": "no_such"}, each[2]],
-    lambda each: [{**one, "kwargs": ["task"]} for one in each],
+    lambda each: [dict(one, idx=7 - one["idx"]) for one in each],
+    lambda each: [dict(one, name="0") for one in each],
+    lambda each: [dict(one, type=one["type"].replace("models.", "")) for one in each],
+    lambda each: [dict(one, type=f"elsewhere.{one['type']}") for one in each],
+    lambda each: [each[0], dict(each[1], path=""), each[2]],
+    lambda each: [each[0], dict(each[1], path="no_such"), each[2]],
+    lambda each: [dict(one, kwargs=["task"]) for one in each],
     lambda each: [{"type": one["type"], "path": one["path"]} for one in each],
-    lambda each: [{**each[0], "path": "1_Pooling"}, *each[1:]],
+    lambda each: [dict(each[0], path="1_Pooling"), *each[1:]],
 ]
 
 

@@ -1,3 +1,5 @@
+"""Encoder-decoders, each against its reference in transformers."""
+
 import json
 
 import pytest
@@ -8,30 +10,19 @@ from torch import nn
 
 import clearhead as ch
 from clearhead.variants.presets import preset
-from tests.parity.seq2seq import check_encoder_decoder, check_outputs, check_saved, pair, reference
+from tests.parity.harness import LOGITS, check_saved, close, reopened
+from tests.parity.seq2seq import check_back, check_encoder_decoder, check_outputs, pair, reference
 
 T5 = {
-    "vocab_size": 61,
-    "d_model": 24,
-    "d_kv": 7,
-    "d_ff": 37,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
-    "num_heads": 3,
-    "pad_token_id": 0,
+    **{"vocab_size": 61, "d_model": 24, "d_kv": 7, "d_ff": 37, "num_layers": 2, "num_decoder_layers": 3},
+    **{"num_heads": 3, "pad_token_id": 0},
 }
 BART = {
-    "vocab_size": 61,
-    "d_model": 24,
-    "encoder_layers": 2,
-    "decoder_layers": 3,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 3,
-    "encoder_ffn_dim": 29,
-    "decoder_ffn_dim": 37,
+    **{"vocab_size": 61, "d_model": 24, "encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 29},
+    **{"decoder_ffn_dim": 37, "encoder_attention_heads": 4, "decoder_attention_heads": 3},
     "max_position_embeddings": 64,
 }
-MARIAN = {**BART, "pad_token_id": 40, "decoder_start_token_id": 40, "eos_token_id": 0}
+MARIAN = dict(BART, pad_token_id=40, decoder_start_token_id=40, eos_token_id=0)
 DEEP = {"encoder_layers": 3, "decoder_layers": 1, "encoder_attention_heads": 3, "decoder_attention_heads": 6}
 
 
@@ -42,102 +33,61 @@ def untie(model, folder):
     return model
 
 
+T5_OPTIONS = {
+    "v1.0": {"feed_forward_proj": "relu"},
+    "v1.0, untied": dict(
+        feed_forward_proj="relu", num_layers=4, num_decoder_layers=None, relative_attention_num_buckets=10
+    ),
+    "v1.1, untied": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "d_kv": 8},
+    "v1.1": {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
+    "gelu, few buckets": {
+        **{"feed_forward_proj": "gelu", "num_heads": 5, "relative_attention_num_buckets": 8},
+        "relative_attention_max_distance": 20,
+    },
+}
+BART_OPTIONS = {
+    "tied": {},
+    "scaled": dict(DEEP, scale_embedding=True, activation_function="relu"),
+    "nothing shared": {"tie_word_embeddings": False, "d_model": 36, "pad_token_id": 5},
+}
+CASES = {
+    **{kind: {label: {**T5, **more} for label, more in T5_OPTIONS.items()} for kind in ("T5", "MT5")},
+    **{kind: {label: {**BART, **more} for label, more in BART_OPTIONS.items()} for kind in ("Bart", "MBart")},
+    "M2M100": {
+        "scaled": BART,
+        "past its table": dict(
+            BART | DEEP, scale_embedding=False, activation_function="gelu", max_position_embeddings=16
+        ),
+        "nothing shared, later padding": dict(BART, tie_word_embeddings=False, pad_token_id=4),
+        "odd width": dict(BART, d_model=15, encoder_attention_heads=5),
+    },
+    "Marian": {
+        "shared": dict(MARIAN, scale_embedding=True, activation_function="swish"),
+        "two vocabularies": dict(
+            MARIAN | DEEP, share_encoder_decoder_embeddings=False, decoder_vocab_size=43
+        ),
+        "nothing tied, odd width": {
+            **dict(MARIAN, share_encoder_decoder_embeddings=False, tie_word_embeddings=False),
+            **{"decoder_vocab_size": 70, "d_model": 15, "encoder_attention_heads": 5},
+        },
+    },
+}
+
+
+def config_of(kind, options):
+    return getattr(transformers, f"{kind}Config")(**options)
+
+
 @pytest.mark.ledger("L4", "L5", "E3")
-@pytest.mark.parametrize("kind", ["T5", "MT5"])
-@pytest.mark.parametrize(
-    ("options", "own_output"),
-    [
-        ({"feed_forward_proj": "relu"}, False),
-        (
-            {
-                "feed_forward_proj": "relu",
-                "num_layers": 4,
-                "num_decoder_layers": None,
-                "relative_attention_num_buckets": 10,
-            },
-            True,
-        ),
-        ({"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "d_kv": 8}, True),
-        (
-            {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3},
-            False,
-        ),
-        (
-            {
-                "feed_forward_proj": "gelu",
-                "num_heads": 5,
-                "relative_attention_num_buckets": 8,
-                "relative_attention_max_distance": 20,
-            },
-            False,
-        ),
-    ],
-    ids=["v1.0", "v1.0, untied", "v1.1", "v1.1, tied", "gelu, few buckets"],
-)
-def test_t5(kind, options, own_output, tmp_path):
-    config = getattr(transformers, f"{kind}Config")(**{**T5, **options})
-    model = reference(f"{kind}ForConditionalGeneration", config, tmp_path / "reference")
+@pytest.mark.parametrize(("kind", "label"), [(kind, label) for kind in CASES for label in CASES[kind]])
+def test_encoder_decoder(kind, label, tmp_path):
+    name = "MarianMTModel" if kind == "Marian" else f"{kind}ForConditionalGeneration"
+    model = reference(name, config_of(kind, CASES[kind][label]), tmp_path / "reference")
+    own_output = "T5" in kind and "untied" in label
     if own_output:
         untie(model, tmp_path / "reference")
     ours = check_encoder_decoder(model, tmp_path / "reference", tmp_path)
-    assert ours.config.tie_embeddings is not own_output
-
-
-@pytest.mark.ledger("L4", "L5", "E3")
-@pytest.mark.parametrize("kind", ["Bart", "MBart"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {**DEEP, "scale_embedding": True, "activation_function": "relu"},
-        {"tie_word_embeddings": False, "d_model": 36, "pad_token_id": 5},
-    ],
-    ids=["tied", "scaled", "nothing shared"],
-)
-def test_bart(kind, options, tmp_path):
-    config = getattr(transformers, f"{kind}Config")(**{**BART, **options})
-    model = reference(f"{kind}ForConditionalGeneration", config, tmp_path / "reference")
-    check_encoder_decoder(model, tmp_path / "reference", tmp_path)
-
-
-@pytest.mark.ledger("L4", "L5", "E3")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {**DEEP, "scale_embedding": False, "activation_function": "gelu", "max_position_embeddings": 16},
-        {"tie_word_embeddings": False, "pad_token_id": 4},
-        {"d_model": 15, "encoder_attention_heads": 5},
-    ],
-    ids=["scaled", "past its table", "nothing shared, later padding", "odd width"],
-)
-def test_m2m100(options, tmp_path):
-    config = transformers.M2M100Config(**{**BART, **options})
-    model = reference("M2M100ForConditionalGeneration", config, tmp_path / "reference")
-    check_encoder_decoder(model, tmp_path / "reference", tmp_path)
-
-
-@pytest.mark.ledger("L4", "L5", "E3")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"scale_embedding": True, "activation_function": "swish"},
-        {**DEEP, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 43},
-        {
-            "share_encoder_decoder_embeddings": False,
-            "tie_word_embeddings": False,
-            "decoder_vocab_size": 70,
-            "d_model": 15,
-            "encoder_attention_heads": 5,
-        },
-    ],
-    ids=["shared", "two vocabularies", "nothing tied, odd width"],
-)
-def test_marian(options, tmp_path):
-    model = reference(
-        "MarianMTModel", transformers.MarianConfig(**{**MARIAN, **options}), tmp_path / "reference"
-    )
-    check_encoder_decoder(model, tmp_path / "reference", tmp_path)
+    assert "T5" not in kind or ours.config.tie_embeddings is not own_output
 
 
 @pytest.mark.ledger("L4", "E3")
@@ -145,35 +95,25 @@ def test_marian(options, tmp_path):
     ("kind", "options"), [("T5", T5), ("MT5", T5), ("Bart", BART), ("MBart", BART), ("M2M100", BART)]
 )
 def test_without_a_head(kind, options, tmp_path):
-    model = reference(
-        f"{kind}Model", getattr(transformers, f"{kind}Config")(**options), tmp_path / "reference"
-    )
+    model = reference(f"{kind}Model", config_of(kind, options), tmp_path / "reference")
     ours = ch.load(tmp_path / "reference")
     check_outputs(model, ours, "right")
-    check_saved(model, ours, tmp_path)
+    check_back(model, ours, tmp_path)
 
 
 @pytest.mark.ledger("L4", "E3")
 @pytest.mark.parametrize("kind", ["T5", "MT5"])
 def test_t5_encoder_alone(kind, tmp_path):
-    model = reference(
-        f"{kind}EncoderModel", getattr(transformers, f"{kind}Config")(**T5), tmp_path / "reference"
-    )
+    model = reference(f"{kind}EncoderModel", config_of(kind, T5), tmp_path / "reference")
     ours = ch.load(tmp_path / "reference")
     source, mask, _, _ = pair(model.config, "left")
-    ch.Model(ours.model).save(tmp_path / "fresh")
-    ours.save(tmp_path / "saved")
+
+    def states(one):
+        return one(source, attention_mask=mask.long()).last_hidden_state[mask]
+
     with torch.no_grad():
-        wanted = model(source, attention_mask=mask.long()).last_hidden_state[mask]
-        assert (ours.model(source, mask).logits[mask] - wanted).abs().max() <= 2e-5
-        for name, opened in (("saved", type(model)), ("fresh", transformers.T5EncoderModel)):
-            again, info = opened.from_pretrained(
-                tmp_path / name, output_loading_info=True, attn_implementation="eager"
-            )
-            assert not info["missing_keys"] and not info["unexpected_keys"]
-            assert (
-                again(source, attention_mask=mask.long()).last_hidden_state[mask] - wanted
-            ).abs().max() <= 1e-6
+        close("states", ours.model(source, mask).logits[mask], states(model), LOGITS)
+    check_saved(model, ours, tmp_path, states, lambda one: one(source, mask).logits, alike=True)
 
 
 @pytest.mark.ledger("L4")
@@ -185,13 +125,10 @@ def test_a_file_without_the_bias_on_logits(tmp_path):
     model = ch.Transformer(config).eval()
     ch.Model(model).save(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text())["model_type"] == "bart"
-    again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
-        tmp_path / "saved", output_loading_info=True
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    again = reopened(transformers.AutoModelForSeq2SeqLM, tmp_path / "saved")
     source, target = torch.randint(61, (2, 11)), torch.randint(61, (2, 9))
     with torch.no_grad():
-        said = again.eval()(source, decoder_input_ids=target).logits
+        said = again(source, decoder_input_ids=target).logits
         assert (model(target, source=source).logits - said).abs().max() <= 1e-6
     back = ch.load(tmp_path / "saved")
     assert back.config == config
@@ -229,16 +166,12 @@ def test_an_original_transformer_with_sines_first_is_marian(tmp_path):
     )
     model = ch.Transformer(config).eval()
     ch.Model(model).save(tmp_path / "saved")
-    again, info = transformers.AutoModelForSeq2SeqLM.from_pretrained(
-        tmp_path / "saved", output_loading_info=True
-    )
-    assert (
-        type(again).__name__ == "MarianMTModel" and not info["missing_keys"] and not info["unexpected_keys"]
-    )
+    again = reopened(transformers.AutoModelForSeq2SeqLM, tmp_path / "saved")
+    assert type(again).__name__ == "MarianMTModel"
     source, target = torch.randint(61, (2, 40)), torch.randint(61, (2, 37))
     with torch.no_grad():
         assert (
-            model(target, source=source).logits - again.eval()(source, decoder_input_ids=target).logits
+            model(target, source=source).logits - again(source, decoder_input_ids=target).logits
         ).abs().max() <= 2e-5
     assert ch.load(tmp_path / "saved").config == config
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.parity.mutations import run
+from tests.parity.settings_mutations import run as run_settings
 
 # Fields that once made other numbers in silence.
 FIELDS = {
@@ -41,10 +42,40 @@ def wrong(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.slow
 def test_a_changed_config_is_read_as_the_reference_reads_it(name: str, tmp_path: Path) -> None:
-    assert wrong(list(run(name, tmp_path, share=0.02, fields=FIELDS[name], pairs=2))) == []
+    assert wrong(list(run(name, tmp_path, share=0.01, fields=FIELDS[name], pairs=2))) == []
 
 
 @pytest.mark.parametrize("name", SECTION)
 def test_our_section_yields_to_later_edits(name: str, tmp_path: Path) -> None:
     """Other tools keep our section and change their own fields: what they say counts."""
-    assert wrong(list(run(name, tmp_path, share=0.02, fields=SECTION[name], pairs=1, section=True))) == []
+    assert wrong(list(run(name, tmp_path, share=0.01, fields=SECTION[name], pairs=1, section=True))) == []
+
+
+# A sample of `settings_mutations` ------------------------------------------------------------------------
+
+
+# Fields that once made other ids or vectors in silence.
+TOKENS = ("pad_token", "bos_token", "unk_token", "cls_token", "truncation_side")
+SETTINGS = {
+    ("generation", "llama"): ("eos_token_id",),
+    ("generation", "t5"): ("decoder_start_token_id", "eos_token_id"),
+    ("tokenizer", "GPT-2"): TOKENS,
+    ("tokenizer", "Qwen2"): (*TOKENS, "tokenizer_class"),
+    ("tokenizer", "GPT-NeoX vocab.json"): TOKENS,
+    ("tokenizer", "CamemBERT"): TOKENS,
+    ("tokenizer", "MPNet"): TOKENS,
+    ("tokenizer", "CodeLlama"): ("add_prefix_space", "add_bos_token", "prefix_token", "legacy"),
+    ("tokenizer", "T5"): ("extra_special_tokens", "additional_special_tokens", "eos_token"),
+    ("tokenizer", "ALBERT"): ("do_lower_case", "keep_accents"),
+    ("sentences", "mean"): ("truncate_dim", "max_seq_length", "truncation_side", "model_type"),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), SETTINGS, ids=[" ".join(one) for one in SETTINGS])
+@pytest.mark.slow
+def test_changed_settings_are_read_as_the_reference_reads_them(kind: str, name: str, tmp_path: Path) -> None:
+    if kind == "sentences":
+        pytest.importorskip("sentence_transformers")
+    rows = list(run_settings(kind, name, tmp_path, share=0.02, pairs=1, fields=SETTINGS[kind, name]))
+    assert rows[0]["verdict"] == "equal" and not rows[0]["changes"]
+    assert [row for row in rows if row["verdict"] in ("silent", "raw")] == []

@@ -27,17 +27,8 @@ def light(colour) -> float:
 def test_every_number_has_the_contrast_of_body_text(diverging):
     """WCAG 2.2, level AA, asks 4.5 of small text; nothing is drawn around the letters to get there."""
     table = np.linspace(-1 if diverging else 0, 1, 200).reshape(10, 20)
-    figure = canvas.heatmap(
-        table,
-        [""] * 10,
-        [""] * 20,
-        "",
-        "",
-        low=float(table.min()),
-        high=1.0,
-        diverging=diverging,
-        numbers=True,
-    )
+    options = {"low": float(table.min()), "high": 1.0, "diverging": diverging, "numbers": True}
+    figure = canvas.heatmap(table, [""] * 10, [""] * 20, "", "", **options)
     image, words = figure.axes[0].images[0], figure.axes[0].texts
     colours = [image.cmap(image.norm(value))[:3] for value in table.flat]
     for colour, word in zip(colours, words, strict=True):

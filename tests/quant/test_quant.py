@@ -12,7 +12,7 @@ from clearhead.errors import ClearheadError
 from clearhead.inside.quantize import weight_bytes
 from clearhead.run.generate.decode import greedy
 from clearhead.run.kernels import library
-from clearhead.run.kernels.native import NativeBlock, NativeQuantized, NativeQuantizedTwice
+from clearhead.run.kernels.native import NativeBlock, NativeQuantized, NativeTable
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant import methods
@@ -127,7 +127,7 @@ def test_gptq_chooses_the_codes_of_the_formula_and_fits_grids_by_least_squares()
     moment, grid = x.t() @ x / len(x), Grid(4, 32, False)
     order = moment.diagonal().argsort(descending=True)
     scales, offsets = fitted(grid, grid.split(weight), torch.ones(3, 32))
-    damped = methods._damped(moment)
+    damped = moment + methods.DAMPING * moment.diagonal().mean() * torch.eye(70)
     root = methods._inverse_root(damped[order][:, order])
     codes = methods._codes(grid, weight, root, order, scales, offsets)
     left = weight.double().clone()  # the plain formula: the inverse loses each column that was rounded
@@ -200,9 +200,31 @@ def test_a_mixture_sends_tokens_where_the_model_does():
         if isinstance(layer, QuantizedLinear) and name.startswith("decoder"):
             x = torch.randn(5, layer.in_features)
             allowed = rounding_bound(layer, x) / 50 + 1e-5 * (1 + layer(x).abs())
-            assert type(fast.get_submodule(name)) is NativeQuantizedTwice
+            assert type(fast.get_submodule(name)) is NativeQuantized and fast.get_submodule(name).twice
             assert ((fast.get_submodule(name)(x) - layer(x)).abs() <= allowed).all()
-    assert type(fast.head.out) is NativeQuantized  # nothing is routed after it
+    assert type(fast.head.out) is NativeQuantized and not fast.head.out.twice  # nothing is routed after it
+
+
+@pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
+@pytest.mark.parametrize("plan", PLANS)
+def test_rows_of_a_table_are_the_same_numbers_in_c(plan):
+    model = quantize_model(drawn(DECODER.replace(d_model=44)), plan).model
+    table, ids = model.main.embedding.front.tokens, torch.tensor([[0, 3, 60], [7, 7, 1]])
+    fast = prepared(model).main.embedding.front.tokens
+    assert type(fast) is NativeTable and torch.equal(fast(ids), table(ids))
+    with pytest.raises(IndexError, match="61 rows"):
+        fast(torch.tensor([61]))
+
+
+@pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
+def test_an_expert_without_tokens_costs_nothing(monkeypatch):
+    """A step of one row chooses one expert of three: the weights of the others are not spelled out."""
+    model = quantize_model(drawn(DECODER.replace(n_experts=3, n_active_experts=1)), PLANS[1]).model
+    fast, cache, ids = prepared(model), Cache(), torch.randint(61, (1, 6))
+    monkeypatch.setattr(QuantizedLinear, "weight", property(lambda layer: pytest.fail("spelled out")))
+    with torch.inference_mode():
+        for place in range(6):
+            fast(ids[:, place : place + 1], cache=cache)
 
 
 def test_no_router_is_rounded():

@@ -11,6 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -18,45 +20,42 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.errors import CheckpointError, ClearheadError, InputError, MissingExtraError
 from clearhead.hub import files as hub_files
-from clearhead.hub.tokens.training import READER, byte_tokenizer
+from clearhead.hub.tokens.training import GENERATOR, READER, byte_tokenizer
 from clearhead.labs.retrieval import index as indexing
 from clearhead.labs.retrieval import ranking
 from clearhead.labs.retrieval.index import Index, build_index
 from clearhead.labs.retrieval.passages import read_passages
 from clearhead.labs.retrieval.ranking import fuse, nearest_rows
+from clearhead.run.serve.app import ServedPassages
+from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.limits import Limits
+from tests.harness import split
+from tests.serve import mixes
+from tests.serve.served import serving
 
-WORDS = [
-    "river",
-    "town",
-    "bridge",
-    "mill",
-    "boat",
-    "market",
-    "tower",
-    "bell",
-    "baker",
-    "horse",
-    "winter",
-    "harvest",
-    "song",
-    "letter",
-    "stone",
-    "lamp",
-]
+pytestmark = pytest.mark.ledger("J4")
+WORDS = split(
+    "river town bridge mill boat market tower bell baker horse winter harvest song letter stone lamp"
+)
+
+
+def of_bytes(task, **config) -> ch.Model:
+    """A small random model that reads bytes."""
+    tokenizer = byte_tokenizer(task)
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "d_model": 16, "n_layers": 1, "n_heads": 2}
+    return ch.Model(ch.Transformer(ch.ModelConfig(**sizes, **config)), tokenizer)
+
+
+def reader(head: str = "mlm", seed: int = 0) -> ch.Model:
+    torch.manual_seed(seed)
+    return of_bytes(READER, family="encoder", head=head, max_positions=128, init_std=0.5)
 
 
 def embedder(folder: Path, seed: int = 0) -> ch.Model:
-    torch.manual_seed(seed)
-    config = ch.ModelConfig(
-        vocab_size=300, family="encoder", d_model=16, n_layers=1, n_heads=2, max_positions=128, init_std=0.5
-    )
-    tokenizer = byte_tokenizer(READER)
-    special = {role: tokenizer.token_to_id(f"[{role.upper()}]") for role in ("pad", "cls", "sep")}
-    made = ch.Model(ch.Transformer(config.replace(vocab_size=tokenizer.get_vocab_size())), tokenizer)
-    made.special = special
+    made = reader(seed=seed)
+    made.special = {role: made.tokenizer.token_to_id(f"[{role.upper()}]") for role in ("pad", "cls", "sep")}
     made.save(folder)
     return ch.load(folder)
 
@@ -118,7 +117,6 @@ def test_other_encodings_are_read_and_told(encoding, tmp_path):
         assert [one.text for one in read_passages(path)[1]] == ["Das Café schließt früh."]
 
 
-@pytest.mark.ledger("J4")
 def test_rankings_equal_plain_loops(model, texts, tmp_path, monkeypatch):
     monkeypatch.setattr(indexing, "BLOCK", 7)  # many parts
     index = build_index(tmp_path / "index", model, [texts], words=12)
@@ -256,15 +254,10 @@ def test_a_graph_without_its_library_is_refused_by_name(model, texts, tmp_path, 
 
 def test_one_process_at_a_time_writes_an_index(model, texts, tmp_path):
     """A second one is refused with who holds the lock; a lock that a dead process left behind is free."""
-    folder, source = (
-        tmp_path / "index",
-        "import sys, time; from pathlib import Path; "
-        + (
-            "from clearhead.hub.files import locked_folder; "
-            "held = locked_folder(Path(sys.argv[1]), 'clearhead index', print); held.__enter__(); "
-            "print('held', flush=True); time.sleep(600)"
-        ),
-    )
+    folder = tmp_path / "index"
+    source = "import sys, time; from pathlib import Path; from clearhead.hub.files import locked_folder; "
+    source += "held = locked_folder(Path(sys.argv[1]), 'clearhead index', print); held.__enter__(); "
+    source += "print('held', flush=True); time.sleep(600)"
     held = subprocess.Popen([sys.executable, "-c", source, str(folder)], stdout=subprocess.PIPE, text=True)
     try:
         assert held.stdout.readline() == "held\n"
@@ -308,9 +301,8 @@ def test_what_does_not_fit_is_refused_by_name(model, texts, tmp_path):
     with pytest.raises(CheckpointError, match="not the manifest of an index"):
         Index(folder)
     (texts / "raw.bin").write_bytes(b"\x00\x01")
-    with pytest.raises(
-        InputError, match=r"raw.bin is no text: byte 0 is zero \(a binary file\); leave it out, or skip"
-    ):
+    line = r"raw.bin is no text: byte 0 is zero \(a binary file\); leave it out, or skip"
+    with pytest.raises(InputError, match=line):
         build_index(tmp_path / "new", model, [texts])
     assert not (tmp_path / "new").exists()  # nothing half-written
     with pytest.warns(UserWarning, match=r"left out: .*raw.bin is no text: byte 0"):
@@ -323,38 +315,21 @@ def test_what_does_not_fit_is_refused_by_name(model, texts, tmp_path):
         build_index(texts, model, [texts])
 
 
-@pytest.mark.ledger("J4")
-def test_commands_index_search_and_generate_with_passages(model, texts, tmp_path, capsys):
-    from clearhead.hub.tokens.training import GENERATOR
-
+def test_commands_index_search_and_generate_with_passages(model, texts, tmp_path, clearhead):
     out = str(tmp_path / "index")
-    main(["index", str(texts), "--model", str(model.folder), "--out", out, "--words", "12", "--json"])
-    assert json.loads(capsys.readouterr().out)["files"] == 2
-    main(["search", out, "baker", "--by", "words", "--k", "2", "--json"])
-    found = json.loads(capsys.readouterr().out)["passages"]
+    made = clearhead("index", texts, "--model", model.folder, f"--out {out} --words 12 --json").json
+    assert made["files"] == 2
+    found = clearhead("search", out, "baker", "--by words --k 2 --json").json["passages"]
     assert len(found) == 2 and all("baker" in one["text"] for one in found)
-    tokenizer = byte_tokenizer(GENERATOR)
-    config = ch.ModelConfig(
-        vocab_size=tokenizer.get_vocab_size(),
-        d_model=16,
-        n_layers=1,
-        n_heads=2,
-        max_positions=256,
-        positions="rope",
-    )
-    writer = ch.Model(ch.Transformer(config), tokenizer)
+    writer = of_bytes(GENERATOR, max_positions=256, positions="rope")
     writer.save(tmp_path / "writer")
     asked = ["generate", str(tmp_path / "writer"), "the baker", "--retrieve", out, "--max-new-tokens", "4"]
-    main([*asked, "--passages", "2", "--json"])
-    body = json.loads(capsys.readouterr().out)
+    body = clearhead(*asked, "--passages 2 --json").json
     assert len(body["passages"]) == 2 and body["prompt"] == "the baker"
     one, two = (passage["text"] for passage in body["passages"])
     assert writer.generate(f"[2] {two}\n\n[1] {one}\n\nthe baker", 4).text == body["text"]
-    main([*asked, "--passages", "1"])
-    assert capsys.readouterr().err.startswith("[1] ")
-    with pytest.raises(SystemExit) as stop:
-        main([*asked[:-1], "300"])
-    assert stop.value.code == 2 and "no passage fits before the prompt" in capsys.readouterr().err
+    assert clearhead(*asked, "--passages 1").err.startswith("[1] ")
+    clearhead.refuses("no passage fits before the prompt", *asked[:-1], "300")
 
 
 def test_passages_are_as_long_as_the_embedder_reads(tmp_path, model, recwarn):
@@ -371,20 +346,90 @@ def test_passages_are_as_long_as_the_embedder_reads(tmp_path, model, recwarn):
         build_index(tmp_path / "long", model, [tmp_path / "a.txt"], words=150)
 
 
-def test_search_prints_three_lines_a_hit_or_all(model, tmp_path, capsys, monkeypatch):
+def test_search_prints_three_lines_a_hit_or_all(model, tmp_path, clearhead, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     file, out = tmp_path / "texts.jsonl", str(tmp_path / "index")
     long = " ".join(f"baker number {number}" for number in range(40))
     file.write_text("".join(json.dumps({"id": f"doc{n}", "text": f"{n} {long}"}) + "\n" for n in range(3)))
     index = build_index(out, model, [file])
-    main(["search", out, "baker", "--by", "words", "--k", "2"])
-    lines = capsys.readouterr().out.splitlines()
+    lines = clearhead("search", out, "baker", "--by words --k 2").out.splitlines()
     assert len(lines) == 6 and max(map(len, lines[1:3] + lines[4:6])) <= 80 and lines[2].endswith(" ...")
     hits = ch.Index(out).search("baker", 2, "words")
     for at, hit in enumerate(hits):
         assert lines[3 * at].startswith(f"{at + 1}. {hit.score:.4f}  ") and hit.name in lines[3 * at]
         assert (hit.name, hit.text, hit.line) == (hit.passage.name, hit.passage.text, hit.passage.line)
         assert hit.name.startswith("doc") and hit.file == str(file)
-    main(["search", out, "baker", "--by", "words", "--k", "2", "--full"])
-    out = capsys.readouterr().out
+    out = clearhead("search", out, "baker", "--by words --k 2 --full").out
     assert all(hit.text in out for hit in index.search("baker", 2, "words"))
+
+
+ROWS = ("The mill burned down in the winter.", "Anna lives in Berlin.", "A new bridge was built of stone.")
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("passages")
+    reader("none").save(folder / "encoder")
+    (folder / "notes.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in ROWS))
+    build_index(folder / "index", ch.load(folder / "encoder"), [folder / "notes.jsonl"])
+    return folder / "index"
+
+
+def test_answers_come_from_the_passage_that_is_cited_first(index, tmp_path, clearhead):
+    reader("span").save(tmp_path / "reader")
+    question = "Where does Anna live?"
+    asked = ["answer", str(tmp_path / "reader"), question, "--retrieve", str(index), "--passages", "2"]
+    body = clearhead(*asked, "--json").json
+    texts = [hit.passage.text for hit in Index(index).search(question, 2)]
+    alone = {text: ch.load(tmp_path / "reader").answer(question, text) for text in texts}
+    best = max(alone, key=lambda text: alone[text].score)
+    assert [one["text"] for one in body["passages"]] == sorted(texts, key=lambda text: -alone[text].score)
+    assert (body["text"], body["question"]) == (alone[best].text, question)
+    assert best[body["start"] : body["end"]] == body["text"]
+    printed = clearhead(*asked)
+    assert printed.out == f"{alone[best].text}\n" and "notes.jsonl line" in printed.err
+    clearhead.refuses("leave CONTEXT out", *asked[:3], "a context", *asked[3:])
+
+
+def call(address: str, path: str, body: dict) -> str:
+    request = urllib.request.Request(
+        address + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+
+
+def test_served_prompts_follow_their_passages(index):
+    writer = mixes.model("rope-gqa", byte_tokenizer(GENERATOR), vocab_size=300)
+    writer.settings["chat_template"] = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<a>"
+    opened = Index(index)
+    engine = ServeEngine(writer, Limits(block=8))
+    with serving({"writer": engine}, passages=ServedPassages(opened, 1)) as address:
+        nearest = {text: opened.search(text, 1)[0] for text in ("Who built the bridge?", "Anna")}
+        one, two = (f"[1] {hit.passage.text}\n\n{text}" for text, hit in nearest.items())
+        body = {"prompt": list(nearest), "max_tokens": 4, "temperature": 0}
+        made = json.loads(call(address, "/v1/completions", body))
+        assert [choice["text"] for choice in made["choices"]] == [
+            writer.generate(text, 4).text for text in (one, two)
+        ]
+        assert [(found["prompt"], found["number"], found["text"]) for found in made["passages"]] == [
+            (number, 1, hit.passage.text) for number, hit in enumerate(nearest.values())
+        ]
+        system, question = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Anna"}
+        body = {"messages": [system, question], "max_tokens": 4, "temperature": 0}
+        made = json.loads(call(address, "/v1/chat/completions", body))
+        given = writer.generate(f"<system>Be brief.<user>{two}<a>", 4).text
+        assert made["choices"][0]["message"]["content"] == given
+        assert [found["file"] for found in made["passages"]] == [str(index.parent / "notes.jsonl")]
+        events = call(address, "/v1/chat/completions", {**body, "stream": True})
+        assert events.count('"passages"') == 1
+        for wrong, line in (
+            ({"prompt": [5, 6]}, "looks for passages by text"),
+            ({"prompt": "Anna", "max_tokens": engine.longest - 4}, "no passage fits before the prompt"),
+        ):
+            assert line in json.loads(call(address, "/v1/completions", wrong))["error"]["message"]
+        alone = {"messages": [system]}
+        assert "the user's last message" in call(address, "/v1/chat/completions", alone)

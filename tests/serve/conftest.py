@@ -1,5 +1,28 @@
-"""What the tests of serving share."""
+"""Models that the tests of serving share."""
 
-from tests.generate.conftest import byte_tokenizer
+from __future__ import annotations
 
-__all__ = ["byte_tokenizer"]
+import pytest
+
+import clearhead as ch
+from tests.serve import mixes
+
+
+@pytest.fixture(scope="module")
+def writer(byte_tokenizer) -> ch.Model:
+    """A decoder with a chat template."""
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    m.settings["chat_template"] = mixes.TEMPLATE
+    return m
+
+
+@pytest.fixture(scope="module")
+def reader(byte_tokenizer) -> ch.Model:
+    """An encoder of texts."""
+    return mixes.model("learned", byte_tokenizer, family="encoder", head="none")
+
+
+@pytest.fixture(scope="module")
+def judge(byte_tokenizer) -> ch.Model:
+    """A model of pairs."""
+    return mixes.model("learned", byte_tokenizer, family="encoder", head="classifier", n_classes=1)

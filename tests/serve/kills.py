@@ -27,12 +27,7 @@ from tests.training.test_run import child
 def write_rows(given: Path, count: int) -> dict[str, dict]:
     """Write a file of requests; return their bodies by name."""
     bodies = {
-        f"row-{number}": {
-            "prompt": f"{number} U+2028:\u2028 and",
-            "max_tokens": 4,
-            "temperature": 0,
-            "echo": True,
-        }
+        f"row-{number}": dict(prompt=f"{number} U+2028:\u2028 and", max_tokens=4, temperature=0, echo=True)
         for number in range(count)
     }
     lines = [{"custom_id": name, "url": batch.URLS[0], "body": body} for name, body in bodies.items()]

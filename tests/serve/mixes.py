@@ -11,15 +11,13 @@ from clearhead.run.serve.sequence import ServeOptions
 from tests import harness
 
 V = 256  # one token for each byte
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
 SHAPES: dict[str, dict] = {
     "learned": {"max_positions": 128},
-    "rope-gqa": {
-        "positions": "rope",
-        "n_kv_heads": 2,
-        "norm": "rmsnorm",
-        "activation": "silu",
-        "gated": True,
-    },
+    "rope-gqa": dict(positions="rope", n_kv_heads=2, norm="rmsnorm", activation="silu", gated=True),
     "alibi": {"positions": "alibi"},
     "windows": {"positions": "rope", "attention": ("window(6)", "full")},
     "sinks": {"positions": "rope", "attention": ("window(5, sinks=2)",)},

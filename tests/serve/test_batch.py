@@ -15,15 +15,7 @@ from clearhead.errors import InputError, MissingExtraError
 from clearhead.run.serve.batch import URLS, read_rows, run_batch, run_on_ray, unanswered
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from tests.serve import kills, mixes
-from tests.serve.test_http import TEMPLATE
-
-
-@pytest.fixture(scope="module")
-def writer(byte_tokenizer):
-    m = mixes.model("rope-gqa", byte_tokenizer)
-    m.settings["chat_template"] = TEMPLATE
-    return m
+from tests.serve import kills
 
 
 def answers(out) -> dict[str, dict]:

@@ -12,17 +12,11 @@ from hypothesis import strategies as st
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from tests.serve import mixes
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
 PAIRS = {"model": "judge", "query": "which", "documents": ["one", "two"]}
 BODIES = {
     "/v1/completions": {"model": "writer", "prompt": "ab", "max_tokens": 1},
-    "/v1/chat/completions": {
-        "model": "writer",
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": 1,
-    },
+    "/v1/chat/completions": dict(model="writer", messages=[{"role": "user", "content": "Hi"}], max_tokens=1),
     "/v1/embeddings": {"model": "reader", "input": "ab"},
     "/v1/classify": {"model": "judge", "input": "ab"},
     "/v1/rerank": PAIRS,
@@ -37,15 +31,9 @@ VALUES = [*SINGLE, *TEXTS, {"a": 1}, *([one] for one in [True, None, 1, 1.0, "5"
 
 
 @pytest.fixture(scope="module")
-def client(byte_tokenizer):
+def client(writer, reader, judge):
     """A client of a writer, an encoder and a model of pairs."""
-    writer = mixes.model("rope-gqa", byte_tokenizer)
-    writer.settings["chat_template"] = TEMPLATE
-    models = {
-        "writer": writer,
-        "reader": mixes.model("learned", byte_tokenizer, family="encoder", head="none"),
-        "judge": mixes.model("learned", byte_tokenizer, family="encoder", head="classifier", n_classes=1),
-    }
+    models = {"writer": writer, "reader": reader, "judge": judge}
     app = make_server({name: ServeEngine(m, Limits(block=8)) for name, m in models.items()})
     with TestClient(app, base_url="http://127.0.0.1") as found:
         yield found
@@ -150,3 +138,76 @@ def test_no_body_breaks_a_route(client, data):
     assert status in (200, 400, 404), message
     named = [*change, "schema", "regex", "grammar", "tokens", "stream: true", "form", "prompt"]
     assert status == 200 or any(name in message for name in named), (change, message)
+
+
+# What asks for nothing is taken; what would change the answer is refused by name.
+NOTHING = [
+    *({"tools": value} for value in (None, [])),
+    *({name: None} for name in ("suffix", "logit_bias", "audio", "prediction", "dimensions", "best_of")),
+    *({"tool_choice": value} for value in ("none", "auto", None)),
+    {"logit_bias": {}},
+    {"store": False},
+    {"best_of": 1},
+    {"top_logprobs": 0},
+    {"top_k": -1},
+    {"parallel_tool_calls": True},
+    {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"},
+    {"prompt_cache_key": "k", "modalities": ["text"]},
+]
+SOMETHING = [{"tools": [{}]}, {"logit_bias": {"5": 1}}, {"store": True}, {"best_of": 3}, {"suffix": "x"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_field_that_asks_for_nothing_is_taken(client, path):
+    body = {**BODIES[path], "temperature": 0}
+    plain = client.post(path, json=body).json()["choices"]
+    for fields in NOTHING:
+        if not (path == "/v1/completions" and "top_logprobs" in fields):
+            assert client.post(path, json={**body, **fields}).json().get("choices") == plain, fields
+    for fields in SOMETHING:
+        status, message, param = post(client, path, {**body, **fields})
+        (name,) = fields
+        assert (status, param) == (400, name), message
+
+
+def test_errors_have_the_codes_of_openai(client):
+    chat = BODIES["/v1/chat/completions"]
+    wrong = [
+        ("/v1/completions", {"model": "nobody", "prompt": "a"}, 404, "model_not_found"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 100_000}, 400, "context_length_exceeded"),
+        ("/v1/chat/completions", {**chat, "max_tokens": 100_000}, 400, "context_length_exceeded"),
+        ("/v1/embeddings", {"model": "reader", "input": ["a", "b" * 5000]}, 400, "context_length_exceeded"),
+    ]
+    for path, body, status, code in wrong:
+        answer = client.post(path, json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.json()
+    cut = client.post("/v1/embeddings", json={"model": "reader", "input": "b" * 5000, "truncate": True})
+    assert cut.status_code == 200
+    status, message, _ = post(
+        client, "/v1/chat/completions", {**chat, "messages": [{"role": "king", "content": ""}]}
+    )
+    assert status == 400
+    assert "king" in message
+
+
+def test_vectors_have_length_one_and_ranking_counts_tokens(client):
+    (vector,) = client.post("/v1/embeddings", json=BODIES["/v1/embeddings"]).json()["data"]
+    assert sum(value**2 for value in vector["embedding"]) == pytest.approx(1, abs=1e-5)
+    assert client.post("/v1/rerank", json=PAIRS).json()["usage"]["total_tokens"] > 0
+    assert client.get("/v1/models/reader").json()["id"] == "reader"
+    assert client.get("/v1/models/nobody").status_code == 404
+
+
+def test_pages_of_another_origin_read_answers_where_they_may(writer):
+    engine = ServeEngine(writer, Limits(block=8))
+    app = make_server({"m": engine}, keys=["k"], cors=["http://localhost:3000"])
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        mine, other = {"Origin": "http://localhost:3000"}, {"Origin": "http://evil.example"}
+        asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+        assert client.options("/v1/completions", headers={**mine, **asks}).status_code == 200
+        assert client.options("/v1/completions", headers={**other, **asks}).status_code == 400
+        key = {"Authorization": "Bearer k"}
+        answer = client.get("/v1/models", headers={**mine, **key})
+        assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+        assert client.get("/v1/models", headers={**other, **key}).status_code == 403
+        assert client.get("/v1/models", headers=mine).json()["error"]["code"] == "invalid_api_key"

@@ -57,7 +57,7 @@ def test_what_is_seen_equals_record_and_lens_and_leaves_others_their_bits(shape,
     patterns = [name for name in names if name != "lens"]
     with torch.no_grad(), ch.record(m.model, *patterns) as seen:
         more = {} if source is None else {"source": source}
-        m.model(torch.tensor([seq.row.prompt + after[0].ids]), **more)
+        m.model(torch.tensor([seq.prompt + after[0].ids]), **more)
     assert set(seq.inside) == {*seen, "lens"}
     for name, value in seen.items():
         assert harness.worst(unpacked(seq.inside[name]), value[0]) < 1e-5

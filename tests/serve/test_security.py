@@ -8,28 +8,27 @@ import io
 import json
 import logging
 import socket
+import threading
 import time
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
 import pytest
+import uvicorn
 
+from clearhead.app.commands.models import bind
 from clearhead.run.serve import server
 from clearhead.run.serve.answers import embedding
+from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.server import Connection
 from tests.serve import mixes
 from tests.serve.served import serving
-from tests.serve.test_http import TEMPLATE, call
+from tests.serve.test_http import call
+from tests.tokens.test_chat import EMPTY, ESCAPES
 
 CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 PROMPT = {"prompt": "x", "max_tokens": 1}
-
-
-@pytest.fixture(scope="module")
-def writer(byte_tokenizer):
-    m = mixes.model("rope-gqa", byte_tokenizer)
-    m.settings["chat_template"] = TEMPLATE
-    return m
 
 
 @pytest.fixture(scope="module")
@@ -132,34 +131,13 @@ def test_no_file_is_served(address, path):
     assert found.startswith(b"HTTP/1.1 404")
 
 
-ESCAPES = [
-    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "{{ messages.__class__.__base__ }}",
-    "{{ self.__init__.__globals__ }}",
-    "{{ raise_exception.__globals__ }}",
-    "{{ strftime_now.__code__ }}",
-    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
-    "{{ lipsum.__globals__['os'] }}",
-    "{{ ''|attr('__class__') }}",
-    "{{ '%s'|format(''.__class__) }}",
-    "{{ '{0.__class__.__mro__}'.format('') }}",
-    "{% set x = messages.append(1) %}",
-    "{% for x in range(10 ** 9) %}{% endfor %}",
-    "{% include '/etc/passwd' %}",
-    "{% import 'os' as os %}",
-    "{{ 1 // 0 }}",
-    "{{ messages[0]['content']['x']['y'] }}",
-    "{%",
-]
-
-
-@pytest.mark.parametrize("template", ESCAPES)
+@pytest.mark.parametrize("template", [*ESCAPES[::9], EMPTY[0]])
 def test_a_template_cannot_leave_its_sandbox(address, writer, template):
     writer.settings["chat_template"] = template
     try:
         status, _, found = call(address, "/v1/chat/completions", CHAT, Authorization="Bearer one")
     finally:
-        writer.settings["chat_template"] = TEMPLATE
+        writer.settings["chat_template"] = mixes.TEMPLATE
     assert status == 400
     assert "chat template" in found["error"]["message"]
 
@@ -356,3 +334,132 @@ def test_no_page_fetches_from_elsewhere_and_names_are_not_kept(address, writer):
     for number in range(200):
         embedding(f"name {number}")
     assert embedding.cache_info().currsize <= 64
+
+
+# Work that there is no room for is refused at once; only work that can be done takes room ----------------
+
+
+ASK = b'{"prompt": "Hi", "max_tokens": 3, "temperature": 0}'
+
+
+@contextmanager
+def served(tokenizer, monkeypatch, keys=()):
+    """A server of an engine that takes no steps by itself."""
+    engine = ServeEngine(mixes.model("learned", tokenizer), Limits(running=1, waiting=1))
+    engine.start = lambda: None
+    app = make_server({"m": engine}, drain=0.0, keys=keys)
+    monkeypatch.setattr(Connection, "refusal", app.state.admission.early)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", http=Connection))
+    listening = bind("127.0.0.1", 0)
+    server.port, server.engine = listening.getsockname()[1], engine
+    thread = threading.Thread(target=server.run, args=[[listening]], daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield server
+    server.should_exit = True
+    thread.join(30)
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", server.port), 5).close()
+
+
+def told(port: int, line: str, body: bytes = b"", more: str = "") -> bytes:
+    """Send a request, and return all that comes back."""
+    head = (
+        f"{line} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n{more}"
+    )
+    with socket.create_connection(("127.0.0.1", port), 20) as one:
+        one.sendall(f"{head}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        found = b""
+        while part := one.recv(1 << 16):
+            found += part
+        return found
+
+
+def test_health_and_refusals_while_the_engine_is_full(byte_tokenizer, monkeypatch):
+    with served(byte_tokenizer, monkeypatch) as server:
+        seqs = [server.engine.submit([20, 21], {"max_new_tokens": 2}) for _ in range(2)]
+        assert told(server.port, "GET /health").startswith(b"HTTP/1.1 200 ")
+        for body in (ASK, ASK + b" " * 3_000_000, b"no JSON"):  # its body is not looked at
+            refused = told(server.port, "POST /v1/completions", body)
+            assert refused.startswith(b"HTTP/1.1 429 ")
+            assert b"retry-after: 1" in refused.lower()
+            assert b"try again later" in refused
+        while server.engine.busy:
+            server.engine.step()
+        assert all(seq.wait(0) for seq in seqs)
+        server.engine.moved, server.engine.waiting = -1e9, [seqs[0]]
+        assert told(server.port, "GET /health").startswith(b"HTTP/1.1 503 ")
+        server.engine.waiting = type(server.engine.finished)()
+
+
+def test_a_request_that_is_being_encoded_takes_room(byte_tokenizer, monkeypatch):
+    with served(byte_tokenizer, monkeypatch) as server, stepping(server.engine):
+        with server.engine.admit(), server.engine.admit():
+            assert told(server.port, "POST /v1/completions", ASK).startswith(b"HTTP/1.1 429 ")
+        assert told(server.port, "POST /v1/completions", ASK).startswith(b"HTTP/1.1 200 ")
+        assert server.engine.admitted == 0
+
+
+@contextmanager
+def stepping(engine: ServeEngine):
+    """Take the engine's steps in a thread."""
+    ended = threading.Event()
+    stepped = threading.Thread(target=lambda: [engine.step() for _ in iter(lambda: ended.wait(0.005), True)])
+    stepped.start()
+    yield
+    ended.set()
+    stepped.join()
+
+
+def flood(port: int, raw: bytes, count: int = 40) -> list[socket.socket]:
+    """Send the same bytes over so many connections, and leave them open."""
+    made = [socket.create_connection(("127.0.0.1", port), 20) for _ in range(count)]
+    for one in made:
+        one.sendall(raw)
+    return made
+
+
+def head_of(body: bytes, *more: str, length: int | None = None) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *more]
+    return "\r\n".join([*lines, f"Content-Length: {length or len(body)}", "", ""]).encode() + body
+
+
+KNOWN = "Authorization: Bearer right"
+WRONG = {
+    "no key": head_of(ASK),
+    "wrong key": head_of(ASK, "Authorization: Bearer wrong"),
+    "wrong scheme": head_of(ASK, "Authorization: Foo right"),
+    "two keys": head_of(ASK, KNOWN, "Authorization: Bearer wrong"),
+    "no key, half a body": head_of(ASK[:5], length=50),
+    "half a body": head_of(ASK[:5], KNOWN, length=50),
+    "half a long body": head_of(ASK[:5], KNOWN, length=1_000_000),
+    "no body": head_of(b"", KNOWN, length=50),
+    "half a head": head_of(ASK, KNOWN).partition(b"Content-Length")[0],
+    "no JSON": head_of(b"x" * 20, KNOWN),
+    "no model of this name": head_of(ASK[:-1] + b', "model": "other"}', KNOWN),
+    "no such field": head_of(ASK[:-1] + b', "other": 1}', KNOWN),
+    "too long": head_of(b'{"prompt": "%s"}' % (b"x" * 1000), KNOWN),
+}
+
+
+def test_only_work_that_can_be_done_takes_room_from_others(byte_tokenizer, monkeypatch):
+    """40 of each at once, where 2 requests may be on their way; then one that is right is served."""
+    with served(byte_tokenizer, monkeypatch, ["right"]) as server:
+        for name, raw in WRONG.items():
+            opened = flood(server.port, raw)
+            if "half" not in name and name != "no body":
+                assert all(one.recv(9) == b"HTTP/1.1 " for one in opened), name  # each of them is answered
+            with stepping(server.engine):
+                found = told(server.port, "POST /v1/completions", ASK, more=f"{KNOWN}\r\n")
+            for one in opened:
+                one.close()
+            assert found.startswith(b"HTTP/1.1 200 "), (name, found)
+        # While there is no room, a wrong key is told that it is wrong, and a right one to come again.
+        seqs = [server.engine.submit([20, 21], {"max_new_tokens": 2}) for _ in range(2)]
+        assert told(server.port, "POST /v1/completions", ASK).startswith(b"HTTP/1.1 401 ")
+        refused = told(server.port, "POST /v1/completions", ASK, more=f"{KNOWN}\r\n")
+        assert refused.startswith(b"HTTP/1.1 429 ")
+        while server.engine.busy:
+            server.engine.step()
+        assert all(seq.done for seq in seqs)

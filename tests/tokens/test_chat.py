@@ -10,22 +10,14 @@ from transformers import PreTrainedTokenizerFast
 import clearhead as ch
 from clearhead.app.commands.chat import Printed
 from clearhead.errors import InputError
+from clearhead.hub.tokens import chat
 from clearhead.hub.tokens.chat import KNOWN, ChatTemplate
-from clearhead.learn.tasks.chat import chat_ids, turn_end
+from clearhead.learn.tasks.generation import chat_ids, turn_end
 from tests import harness
-from tests.tokens.chat_templates import TEMPLATES
+from tests.tokens.toys import TEMPLATES
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
-SPECIAL = [
-    "<s>",
-    "</s>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|return|>",
-]
+SPECIAL = harness.split("<s> </s> <|im_start|> <|im_end|> <|eot_id|> <|end|> <end_of_turn> <|return|>")
 HI = {"role": "user", "content": " Hi, wie geht’s?\n"}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Köln"}}}
@@ -141,24 +133,34 @@ def test_answers_to_nothing_and_of_weight_0_are_not_learned():
     assert template.learned(TALK[:1]) == template.learned(greeting[:1]) == []
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 10**9 }}",
-        "{{ 10 ** 10 ** 10 }}",
-        "{% set ns = namespace(x=0) %}{% set ns._x = 1 %}",
-        "{{ messages.__class__.__mro__ }}",
-        "{{ cycler.__init__.__globals__ }}",
-        "{% for i in range(10 ** 9) %}a{% endfor %}",
-        "{{ messages.append(1) }}",
-        "{% include '/etc/passwd' %}",
-        "{{",
-    ],
-)
+ESCAPES = [
+    *("{{ messages.__class__.__mro__ }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+    *(
+        "{{ messages.__class__.__base__ }}",
+        "{{ self.__init__.__globals__ }}",
+        "{{ lipsum.__globals__['os'] }}",
+    ),
+    "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    *("{% set x = messages.append(1) %}", "{% set ns = namespace(x=0) %}{% set ns._x = 1 %}"),
+    *("{% for x in range(10 ** 9) %}{% endfor %}", "{% include '/etc/passwd' %}", "{% import 'os' as os %}"),
+    *("{{ 1 // 0 }}", "{{ messages[0]['content']['x']['y'] }}", "{%", "{{"),
+]
+
+EMPTY = [
+    *("{{ ''|attr('__class__') }}", "{{ '%s'|format(''.__class__) }}"),
+    *("{{ raise_exception.__globals__ }}", "{{ strftime_now.__code__ }}"),
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
 def test_a_hostile_template_is_one_line(template):
-    with pytest.raises(InputError, match=r"the chat template refuses these messages: .") as found:
+    with pytest.raises(InputError, match=r"the chat template refuses these messages: [^\n]+$"):
         ChatTemplate(template).render([HI])
-    assert "\n" not in str(found.value)
+
+
+def test_what_a_sandbox_hides_is_empty():
+    assert [ChatTemplate(template).render([HI]) for template in EMPTY] == [""] * len(EMPTY)
 
 
 def test_a_model_answers_until_the_turn_ends(model, tokenizer, monkeypatch):
@@ -242,8 +244,10 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_a_template_that_would_run_for_ever_is_refused_within_a_second(name):
+def test_a_template_that_would_run_for_ever_is_refused_within_a_second(name, monkeypatch):
     """The bound is a number of steps: no clock decides, and the same templates are refused everywhere."""
+    if name not in ("loops in loops", "filters", "replaced"):  # the others with a tenth of the steps
+        monkeypatch.setattr(chat, "WORK", chat.WORK // 10)
     start = time.process_time()
     with pytest.raises(InputError, match="the chat template refuses these messages: "):
         ChatTemplate(ENDLESS[name]).render([{"role": "user", "content": "x"}])

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from clearhead.app import cli
 from clearhead.hub.tokenizer import save_tokenizer
 from clearhead.hub.tokens.text import Stages, stages, visible
 from tests.hub.corpus import HARD
@@ -30,14 +29,11 @@ def agree(tokenizer: Tokenizer, seen: Stages, text: str, pair: str | None = None
         given_text = pair if number else text
         assert part.text == given_text
         alone = tokenizer.encode(part.text, add_special_tokens=False)
-        assert (
-            [each.id for each in part.tokens]
-            == alone.ids
-            == [each.id for each in seen.final if each.text == number]
-        )
-        assert [each.token for each in part.tokens] == [
-            token if token in tokenizer.get_vocab() else token.strip() for token in alone.tokens
-        ]
+        ids = [each.id for each in part.tokens]
+        assert ids == alone.ids == [each.id for each in seen.final if each.text == number]
+        vocabulary = tokenizer.get_vocab()
+        tokens = [token if token in vocabulary else token.strip() for token in alone.tokens]
+        assert [each.token for each in part.tokens] == tokens
         assert [each.piece for each in part.tokens] == alone.word_ids
         assert len(part.alignment) == len(part.normalised)
         for start, end in part.alignment:
@@ -53,11 +49,10 @@ def agree(tokenizer: Tokenizer, seen: Stages, text: str, pair: str | None = None
 def test_stages_agree_with_the_whole(kind: str, task: str) -> None:
     tokenizer = trained(kind, task, lowercase=True)
     mark = tokenizer.id_to_token(0)
-    for text in [*HARD, *LINES[:4], f"The{mark} king {mark}", mark]:
-        if "\ud800" <= max(text, default="") <= "\udfff":
-            continue
+    for number, text in enumerate([*HARD, *LINES[:4], f"The{mark} king {mark}", mark]):
         agree(tokenizer, stages(tokenizer, text), text)
-        agree(tokenizer, stages(tokenizer, text, "the pair"), text, "the pair")
+        if number % 3 == 0:
+            agree(tokenizer, stages(tokenizer, text, "the pair"), text, "the pair")
 
 
 @given(text=st.text())
@@ -71,32 +66,18 @@ def test_offsets_are_characters_of_the_text_as_given() -> None:
     text = "The  KÖNIG's[MASK] men\n北京"
     seen = stages(trained("wordpiece", "mlm", lowercase=True), text, "Speak")
     assert seen.text.normalised == "the  konig's[MASK] men  北  京 "
-    assert [text[piece.start : piece.end] for piece in seen.text.pieces] == [
-        "The",
-        "KÖNIG",
-        "'",
-        "s",
-        "[MASK]",
-        "men",
-        "北",
-        "京",
-    ]
+    assert " ".join(text[piece.start : piece.end] for piece in seen.text.pieces) == (
+        "The KÖNIG ' s [MASK] men 北 京"
+    )
     assert [piece.text for piece in seen.text.pieces][:2] == ["the", "konig"]
     assert [text[start:end] for start, end in seen.text.alignment[:7]] == ["T", "h", "e", " ", " ", "K", "Ö"]
     joined = "".join(text[token.start : token.end] for token in seen.text.tokens)
     assert joined == "TheKÖNIG's[MASK]men北京"
-    assert [(each.token, each.type, each.text) for each in seen.final if each.text is None] == [
-        ("[CLS]", 0, None),
-        ("[SEP]", 0, None),
-        ("[SEP]", 1, None),
-    ]
+    special = [(each.token, each.type) for each in seen.final if each.text is None]
+    assert special == [("[CLS]", 0), ("[SEP]", 0), ("[SEP]", 1)]
     spaces = stages(trained("bpe"), "speak of\tit")
-    assert [("speak of\tit"[each.start : each.end]) for each in spaces.text.pieces] == [
-        "speak",
-        " of",
-        "\t",
-        "it",
-    ]
+    pieces = ["speak of\tit"[each.start : each.end] for each in spaces.text.pieces]
+    assert pieces == ["speak", " of", "\t", "it"]
 
 
 def test_an_added_token_that_takes_in_white_space_or_is_found_after_normalising() -> None:
@@ -108,14 +89,8 @@ def test_an_added_token_that_takes_in_white_space_or_is_found_after_normalising(
     seen = stages(tokenizer, text)
     agree(tokenizer, seen, text)
     assert [each.token for each in seen.text.tokens] == ["a", "<mask>", "b", "wow", "[UNK]", "[UNK]"]
-    assert [text[each.start : each.end] for each in seen.text.pieces] == [
-        "A",
-        "  <mask> ",
-        "b",
-        "WOW",
-        "c",
-        "[UNK]",
-    ]
+    pieces = [text[each.start : each.end] for each in seen.text.pieces]
+    assert pieces == ["A", "  <mask> ", "b", "WOW", "c", "[UNK]"]
 
 
 def test_a_tokenizer_that_trims_offsets_at_the_end_shows_both() -> None:
@@ -125,22 +100,16 @@ def test_a_tokenizer_that_trims_offsets_at_the_end_shows_both() -> None:
     seen = stages(made, "the king")
     agree(made, seen, "the king")
     first = next(each for each in seen.text.tokens if each.start == 3)
-    assert first.start == 3 and min(each.start for each in seen.final if each.start >= 3) == (
-        4 if first.end > 4 else 3
-    )
+    assert first.start == 3
+    assert min(each.start for each in seen.final if each.start >= 3) == (4 if first.end > 4 else 3)
 
 
 def test_a_tokenizer_whose_normaliser_writes_spaces_as_letters() -> None:
     """As in Llama's: pieces are not cut, and the first letter of the normalised text is not in the text."""
     letters = ["<unk>", "<s>", *(f"<0x{value:02X}>" for value in range(256)), *"▁theking", "▁t", "▁th"]
-    made = Tokenizer(
-        models.BPE(
-            {token: index for index, token in enumerate(letters)},
-            [("▁", "t"), ("▁t", "h")],
-            unk_token="<unk>",
-            byte_fallback=True,
-        )
-    )
+    vocabulary = {token: index for index, token in enumerate(letters)}
+    merges = [("▁", "t"), ("▁t", "h")]
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     made.add_special_tokens(["<unk>", "<s>"])
     made.post_processor = processors.TemplateProcessing(
@@ -153,55 +122,27 @@ def test_a_tokenizer_whose_normaliser_writes_spaces_as_letters() -> None:
     assert [each.token for each in seen.final] == ["<s>", "▁th", "e", "▁", "k", "i", "n", "g"]
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = trained("wordpiece", "mlm")
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clearhead) -> None:
+    tokenizer, text = trained("wordpiece", "mlm"), "The king\nspeak"
     save_tokenizer(tmp_path, tokenizer, {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4})
-    cli.main(["tokens", "The king\nspeak", "--model", str(tmp_path), "--json"])
-    body = json.loads(capsys.readouterr().out)
-    assert [each["id"] for each in body["final"]] == tokenizer.encode("The king\nspeak").ids
+    body = clearhead("tokens", text, "--model", tmp_path, "--json").json
+    assert [each["id"] for each in body["final"]] == tokenizer.encode(text).ids
     assert body["text"]["pieces"][1] == {"text": "king", "start": 4, "end": 8}
-    cli.main(["tokens", "The king\nspeak", "--model", str(tmp_path / "tokenizer.json")])
-    shown = capsys.readouterr().out
-    for wanted in (
-        "1. normalise",
-        "2. pre-split",
-        "3. subword model",
-        "4. post-process",
-        "The·king↵speak",
-        "[CLS]",
-        "4:8",
-    ):
-        assert wanted in shown
+    shown = clearhead("tokens", text, "--model", tmp_path / "tokenizer.json").out
+    stages = ("1. normalise", "2. pre-split", "3. subword model", "4. post-process")
+    assert all(wanted in shown for wanted in (*stages, "The·king↵speak", "[CLS]", "4:8"))
     for kind in ("char", "byte", "word", "bpe", "wordpiece", "unigram"):
-        cli.main(["tokens", "a rose [b] is a rose", "--kind", kind, "--json"])
-        assert json.loads(capsys.readouterr().out)["text"]["tokens"]
-    cli.main(["tokens", "é"])
-    assert "as no --model is given" in capsys.readouterr().out
-
-
-def test_the_command_reads_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        assert clearhead("tokens", "a rose [b] is a rose", f"--kind {kind} --json").json["text"]["tokens"]
+    assert "as no --model is given" in clearhead("tokens", "é").out
     monkeypatch.setattr(sys, "stdin", io.StringIO("hé"))
-    cli.main(["tokens", "-", "--json"])
-    assert [each["id"] for each in json.loads(capsys.readouterr().out)["final"]] == [
-        2 + byte for byte in "hé".encode()
-    ]
-
-
-def test_the_command_says_mistakes_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    read = clearhead("tokens", "-", "--json").json
+    assert [each["id"] for each in read["final"]] == [2 + byte for byte in "hé".encode()]
     (tmp_path / "tokenizer.json").write_text("{}")
-    wrong = [
-        (("a b", "--model", str(tmp_path / "none")), "no file and no directory"),
-        (("a b", "--model", str(tmp_path)), "is no tokenizer"),
-        (("a b", "--model", str(tmp_path / "tokenizer.json")), "is no tokenizer"),
-        (("a b", "--model", str(tmp_path), "--kind", "bpe"), "one of the two"),
-        (("a", "--kind", "bpe"), 'only the character "a"'),
-    ]
-    for arguments, message in wrong:
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["tokens", *arguments])
-        said = capsys.readouterr()
-        assert (stopped.value.code, said.out) == (2, "")
-        assert message in said.err and len(said.err.splitlines()) == 1
+    clearhead.refuses("no file and no directory", "tokens", "a b", "--model", tmp_path / "none")
+    clearhead.refuses("is no tokenizer", "tokens", "a b", "--model", tmp_path)
+    clearhead.refuses("is no tokenizer", "tokens", "a b", "--model", tmp_path / "tokenizer.json")
+    clearhead.refuses("one of the two", "tokens", "a b", "--model", tmp_path, "--kind bpe")
+    clearhead.refuses('only the character "a"', "tokens", "a", "--kind bpe")
 
 
 def test_characters_that_cannot_be_seen_are_written_out() -> None:

@@ -33,10 +33,10 @@ from clearhead.learn.tasks.table import TASKS as SPECS
 from tests.hub.corpus import HARD
 from tests.tokens.toys import KINDS, LINES, TASKS, TEXT, digest, trained, write
 
+pytestmark = pytest.mark.ledger("A1", "A3")
 transformers.logging.set_verbosity_error()
 
 
-@pytest.mark.ledger("A1")
 @given(text=st.text())
 @settings(max_examples=200)
 def test_bytes_and_bpe_are_exact_on_any_unicode(text: str) -> None:
@@ -44,7 +44,6 @@ def test_bytes_and_bpe_are_exact_on_any_unicode(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-@pytest.mark.ledger("A1")
 @given(text=st.text(st.sampled_from(sorted(set(TEXT)))))
 def test_characters_that_were_seen_come_back_as_they_were(text: str) -> None:
     found = trained("char").encode(text)
@@ -62,17 +61,14 @@ def test_unigram_falls_back_on_bytes(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode("<0x41> ☃").ids).endswith(" ☃")
 
 
-@pytest.mark.ledger("A1", "A3")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", ["lm", "mlm", "denoise"])
 def test_trained_from_files_saved_and_read_by_the_reference(kind: str, task: str, tmp_path: Path) -> None:
     made = train_tokenizer(write(tmp_path), TokensPlan(kind=kind), SPECS[task].specials, len(TEXT.encode()))
     special = {role: made.token_to_id(token) for role, token in SPECS[task].specials.roles(kind).items()}
     save_tokenizer(tmp_path, made, special)
-    ours, theirs = (
-        Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
-        AutoTokenizer.from_pretrained(tmp_path),
-    )
+    ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     for text in [*HARD, *LINES[:4], "".join(SPECS[task].specials.roles(kind).values())]:
         ids = made.encode(text).ids
         assert ours.encode(text).ids == ids
@@ -84,15 +80,10 @@ def test_trained_from_files_saved_and_read_by_the_reference(kind: str, task: str
     if task == "mlm":
         both = made.encode("The king", "speak")
         assert theirs("The king", "speak")["input_ids"] == both.ids
-        assert (both.tokens[0], both.tokens[-1], both.type_ids[0], both.type_ids[-1]) == (
-            "[CLS]",
-            "[SEP]",
-            0,
-            1,
-        )
+        assert (both.tokens[0], both.tokens[-1]) == ("[CLS]", "[SEP]")
+        assert (both.type_ids[0], both.type_ids[-1]) == (0, 1)
 
 
-@pytest.mark.ledger("A3")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("task", TASKS)
 def test_special_tokens_are_never_split_and_never_text(kind: str, task: str) -> None:
@@ -129,21 +120,16 @@ def test_options() -> None:
     assert words.decode(words.encode("The  king's\nmen,").ids) == "The king's men,"
     assert trained("word").encode("king's men,").tokens == ["king", "'", "s", "men", ","]
     for kind in KINDS:
-        assert (
-            trained(kind, lowercase=True).encode("THE KING").ids
-            == trained(kind, lowercase=True).encode("the king").ids
-        )
+        ids = [trained(kind, lowercase=True).encode(text).ids for text in ("THE KING", "the king")]
+        assert ids[0] == ids[1]
 
 
-@pytest.mark.ledger("A1")
 @pytest.mark.slow
 def test_the_same_text_gives_the_same_file() -> None:
     """The library's hash tables differ from run to run, within a process and between two."""
-    script = "from tests.tokens.toys import digest\nprint(digest())"
-    other = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True
-    ).stdout.strip()
-    assert digest() == digest() == digest() == other
+    script = [sys.executable, "-c", "from tests.tokens.toys import digest\nprint(digest())"]
+    other = subprocess.run(script, check=True, capture_output=True, text=True).stdout.strip()
+    assert digest() == digest() == other
 
 
 def test_the_choice_follows_task_and_size() -> None:
@@ -161,12 +147,8 @@ def test_the_choice_follows_task_and_size() -> None:
     assert "bpe" in said and f"{plan.vocab_size:,}" in said and "4.0 MB" in said
     assert "as 9 bytes of text is little" in choose(TokensPlan(), GENERATOR, 9)[1]
     # A size that was chosen for the user is a limit.
-    assert (
-        train_tokenizer(
-            LINES, choose(TokensPlan(kind="bpe"), GENERATOR, 5000)[0], GENERATOR, 5000
-        ).get_vocab_size()
-        < 1024
-    )
+    plan = choose(TokensPlan(kind="bpe"), GENERATOR, 5000)[0]
+    assert train_tokenizer(LINES, plan, GENERATOR, 5000).get_vocab_size() < 1024
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,9 +156,8 @@ def test_a_size_that_was_asked_for_is_met_or_refused(kind: str) -> None:
     """The largest and the smallest sizes that the messages name are sizes that work."""
 
     def train(size: int) -> int:
-        return train_tokenizer(
-            LINES, TokensPlan(kind=kind, vocab_size=size), GENERATOR, len(TEXT)
-        ).get_vocab_size()
+        plan = TokensPlan(kind=kind, vocab_size=size)
+        return train_tokenizer(LINES, plan, GENERATOR, len(TEXT)).get_vocab_size()
 
     with pytest.raises(InputError, match=r"more than the data allows: kind \w+ finds \d+ tokens") as error:
         train(60_000)
@@ -225,12 +206,8 @@ def test_text_in_pieces_is_the_text(tmp_path: Path) -> None:
 
 
 def test_new_words_are_left_out_once_the_room_is_full() -> None:
-    assert list(known_words(["one two ", "two  three\n", "one four two", " one "], 8)) == [
-        "one two ",
-        "two  three\n",
-        "one  two",
-        " one ",
-    ]
+    known = list(known_words(["one two ", "two  three\n", "one four two", " one "], 8))
+    assert known == ["one two ", "two  three\n", "one  two", " one "]
 
 
 def test_a_text_without_a_space_can_be_learned_from() -> None:
@@ -260,7 +237,6 @@ print(memory("VmHWM") - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.ledger("A1")
 def test_memory_does_not_follow_the_number_of_distinct_words() -> None:
     command = [sys.executable, "-c", MEMORY, "bpe", "500000"]
     peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)

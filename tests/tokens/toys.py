@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -22,6 +23,8 @@ LINES = [
     "Москва и люди; 北京的人们 speak of it.\n",
 ] * 8
 TEXT = "".join(LINES)
+# Chat templates in the manner of the published ones, by name.
+TEMPLATES = tomllib.loads(Path(__file__).with_name("chat_templates.toml").read_text())
 
 
 def write(folder: Path) -> TextFiles:

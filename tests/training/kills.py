@@ -116,10 +116,9 @@ def survive(text: Path, folder: Path, kills: int, seed: int = 0) -> list[Kill]:
     assert ch.train(resume=part).step == STEPS * kills
     for name in ("", "last", "best"):
         assert same(weights(whole / name), weights(part / name)), f"other weights in {name or part}"
-    logs = [
-        [(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(one)]
-        for one in (whole, part)
-    ]
+    logs = []
+    for folder in (whole, part):
+        logs.append([(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(folder)])
     lost, extra = ([line for line in one if line not in other] for one, other in (logs, logs[::-1]))
     assert logs[0] == logs[1], f"another log: without {lost}, with {extra}"
     assert [path.name for path in part.rglob(".*")] == [], "something half-written is left"
@@ -128,9 +127,8 @@ def survive(text: Path, folder: Path, kills: int, seed: int = 0) -> list[Kill]:
 
 def main() -> None:
     """Kill a run, and print how and where."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -14,11 +14,11 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.errors import ConfigError
 from clearhead.learn.tasks.entries.align import read_captions
 from clearhead.learn.tasks.towers import image_pixels, text_inputs
 from clearhead.learn.training.events import read_log
+from tests.training.test_run import StopAt
 
 pytestmark = pytest.mark.ledger("L11")
 COLOURS = {"red": (220, 20, 20), "green": (20, 220, 20), "blue": (20, 20, 220)}
@@ -45,19 +45,12 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_a_resumed_run_ends_as_an_uninterrupted_one(
-    kind: str, captions: pathlib.Path, tmp_path: pathlib.Path
-) -> None:
+def test_a_resumed_run_ends_as_an_uninterrupted_one(kind, captions, tmp_path):
     """By the loop, the checkpoints and the log of every other task."""
-    settings, taken = {"model.base": kind, **SETTINGS}, list[int]()
+    settings = {"model.base": kind, **SETTINGS}
     done = ch.train(str(captions), out=tmp_path / "whole", settings=settings)
     whole = ch.load(tmp_path / "whole")
-    ch.train(
-        str(captions),
-        out=tmp_path / "run",
-        settings=settings,
-        stop=lambda: bool(taken.append(1)) or len(taken) == 4,
-    )
+    ch.train(str(captions), out=tmp_path / "run", settings=settings, stop=StopAt(4))
     with pytest.raises(ConfigError, match=r"train\.lr cannot change"):
         ch.train(resume=tmp_path / "run", settings={"train.lr": 2e-3})
     with pytest.raises(ch.CheckpointError, match="holds another run"):
@@ -67,22 +60,16 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(
     for part in ("", "last"):
         ours, theirs = (load_file(tmp_path / name / part / "model.safetensors") for name in ("whole", "run"))
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items()), part
-    logs = [
-        [
-            (line["step"], line["metrics"])
-            for line in read_log(tmp_path / name)
-            if line["event"] == "validated"
-        ]
-        for name in ("whole", "run")
-    ]
+    logs = []
+    for name in ("whole", "run"):
+        validated = [line for line in read_log(tmp_path / name) if line["event"] == "validated"]
+        logs.append([(line["step"], line["metrics"]) for line in validated])
     assert logs[0] == logs[1] and [step for step, _ in logs[0]] == [3, 6, 8]
     assert whole.towers is not None
     # transformers opens the result, and finds the same loss in the same pairs.
     rows = read_captions(captions)[:5]
-    (ids, mask), pixels = (
-        text_inputs(whole, [row.caption for row in rows]),
-        image_pixels(whole, (row.image for row in rows)),
-    )
+    ids, mask = text_inputs(whole, [row.caption for row in rows])
+    pixels = image_pixels(whole, (row.image for row in rows))
     assert (mask is None) == (kind == "siglip")
     theirs = transformers.AutoModel.from_pretrained(tmp_path / "run").eval()
     with torch.no_grad():
@@ -96,45 +83,29 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
-def test_real_pictures_find_their_captions(
-    kind: str, shared: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_real_pictures_find_their_captions(kind, shared, tmp_path, clearhead):
     archive = shared / "data" / "cifar10_sample" / "images.zip"
     if not archive.exists():
         pytest.skip(f"no file {archive}")
     words = {"airplane": "a plane in the sky", "frog": "a frog on the ground"}
     with zipfile.ZipFile(archive) as pictures:
         for part in ("train", "test"):
-            names = [
-                name for name in pictures.namelist() if name.split("/")[:2] in [[part, w] for w in words]
-            ]
+            wanted = [[part, word] for word in words]
+            names = [name for name in pictures.namelist() if name.split("/")[:2] in wanted]
             pictures.extractall(tmp_path, names)
             rows = [{"image": name, "caption": words[name.split("/")[1]]} for name in sorted(names)]
             (tmp_path / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main(
-        [
-            "align",
-            kind,
-            str(tmp_path / "train.jsonl"),
-            "--out",
-            str(tmp_path / "run"),
-            "--json",
-            "--device",
-            "cpu",
-        ]
-        + ["--validation", str(tmp_path / "test.jsonl"), "--d-model", "32", "--n-layers", "1"]
-        + ["--steps", "40", "--validate-every", "40", "--batch-size", "8", "--lr", "2e-3"]
-    )
-    said = json.loads(capsys.readouterr().out)["validations"][-1]
+    sizes = "--d-model 32 --n-layers 1 --steps 40 --validate-every 40 --batch-size 8 --lr 2e-3"
+    files = f"--out {tmp_path}/run --validation {tmp_path}/test.jsonl"
+    ran = clearhead("align", kind, tmp_path / "train.jsonl", files, sizes, "--json --device cpu")
+    said = ran.json["validations"][-1]
     assert said["chance"] == 0.5
     assert said["image_to_text"] >= 0.65, said  # 100 pictures: chance gives that once in 500 runs
     found = ch.load(tmp_path / "run").classify(tmp_path / rows[0]["image"], labels=[*words.values()])
     assert set(found.scores) == set(words.values())
 
 
-def test_bad_rows_are_one_line(
-    captions: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_rows_are_one_line(captions: pathlib.Path, tmp_path: pathlib.Path, clearhead) -> None:
     picture = captions.parent / "0.png"
     for text, complaint in {
         "image\tcaption\nnowhere.png\ta\n": "line 2: the image .*nowhere.png is not there",
@@ -155,8 +126,5 @@ def test_bad_rows_are_one_line(
         ("clip", str(captions), "--batch-size", "4", "--resume"): "no run that can be resumed",
         (str(tmp_path), str(captions), "--d-model", "8"): "sizes of a new model",
     }.items():
-        with pytest.raises(SystemExit) as stopped:
-            main(["align", *given, "--out", str(tmp_path / "run"), "--device", "cpu"])
-        assert stopped.value.code == 2
-        assert complaint in capsys.readouterr().err
+        clearhead.refuses(complaint, "align", *given, f"--out {tmp_path}/run --device cpu")
     assert not (tmp_path / "run").exists()

@@ -13,7 +13,10 @@ import torch
 import clearhead as ch
 from clearhead.errors import ConfigError
 from clearhead.learn.training import machine, prepare
+from tests.harness import Notes
 from tests.training.test_run import StopAt, run, same, weights
+
+pytestmark = pytest.mark.ledger("H8", "X1")
 
 
 def spin() -> None:
@@ -45,31 +48,29 @@ def choices(folder: Path) -> dict:
     return json.loads((folder / "last" / "training.json").read_text())["choices"]
 
 
-@pytest.mark.ledger("H8", "X1")
 def test_runs_under_load_have_one_precision_and_one_set_of_bits(text, tmp_path, load):
     folders = [tmp_path / f"run-{number}" for number in range(2)]
     for folder in folders:
         machine.cpu_has_bfloat16.cache_clear()
-        run(text, folder, "train.steps=3", "train.device=cpu")
+        run(text, folder, "train.steps=3 train.device=cpu")
     recipes = {(folder / "train.toml").read_text() for folder in folders}
     assert len(recipes) == 1 and 'precision = "float32"' in recipes.pop()
     assert all(same(weights(folders[0]), weights(folder)) for folder in folders[1:])
 
 
-@pytest.mark.ledger("H8")
 def test_a_run_goes_on_with_the_threads_it_began_with(text, tmp_path, threads):
-    wide = ("train.device=cpu", "model.d_model=128", "model.d_ff=512", "data.batch_size=16", "train.steps=6")
+    wide = "train.device=cpu model.d_model=128 model.d_ff=512 data.batch_size=16 train.steps=6"
     torch.set_num_threads(3)
-    whole = run(text, tmp_path / "whole", *wide)
-    run(text, tmp_path / "part", *wide, stop=StopAt(3))
+    whole = run(text, tmp_path / "whole", wide)
+    run(text, tmp_path / "part", wide, stop=StopAt(3))
     assert choices(tmp_path / "part") == {
         **machine.place(torch.device("cpu")),
         **{"threads": 3, "loss_chunk": 2**24 // whole.model.config.vocab_size},
         **{"compiled": False, "recorded": False},
     }
     torch.set_num_threads(1)  # another machine
-    said = []
-    ch.train(resume=tmp_path / "part", on_event=lambda event: said.append(getattr(event, "line", "")))
+    said = Notes()
+    ch.train(resume=tmp_path / "part", on_event=said)
     assert "3 threads, as the run began with; train.threads changes that" in said
     assert torch.get_num_threads() == 3 == choices(tmp_path / "part")["threads"]
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
@@ -91,9 +92,8 @@ def test_a_run_that_was_begun_compiled_goes_on_compiled_or_not_at_all(text, tmp_
         return works or len(asked) == 1
 
     monkeypatch.setattr(prepare, "_compile", compiling)
-    monkeypatch.setattr(
-        machine, "pays", lambda *given: not asked
-    )  # as fewer steps or another GPU might have it
+    # As fewer steps or another GPU might have it.
+    monkeypatch.setattr(machine, "pays", lambda *given: not asked)
     run(text, tmp_path / "run", "train.device=cpu", stop=StopAt(3))
     assert choices(tmp_path / "run")["compiled"] is True
     if works:
@@ -124,8 +124,8 @@ def test_a_run_says_that_it_goes_on_on_another_device(text, tmp_path, threads):
     there = {"device": "cuda", "processor": "NVIDIA H200", "torch": "2.11.0"}
     kept["choices"] = {**there, "threads": 7, "loss_chunk": 5, "compiled": True, "recorded": False}
     counters.write_text(json.dumps(kept))
-    said = []
-    ch.train(resume=tmp_path / "run", on_event=lambda event: said.append(getattr(event, "line", "")))
+    said = Notes()
+    ch.train(resume=tmp_path / "run", on_event=said)
     here = f"a CPU ({torch.backends.cpu.get_cpu_capability()}) by PyTorch {torch.__version__}"
     line = f"begun on NVIDIA H200 by PyTorch 2.11.0, the run goes on on {here}: numbers differ in"
     assert any(one.startswith(line) for one in said)

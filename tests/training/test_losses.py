@@ -20,6 +20,7 @@ from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.losses import balance_loss, batch_loss, default_chunk
 from tests.harness import V, build, gradients, some_ids, worst
 
+pytestmark = pytest.mark.ledger("H3", "H5")
 LANGUAGE = {
     "tied": {},
     "untied, with bias": {"tie_embeddings": False, "head_bias": True},
@@ -61,7 +62,6 @@ def assert_same_gradients(model: ch.Transformer, a: Tensor, b: Tensor, tolerance
             assert worst(mine, theirs[name]) <= tolerance * size, name
 
 
-@pytest.mark.ledger("H5", "H3")
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("changes", LANGUAGE.values(), ids=LANGUAGE)
 def test_a_loss_in_pieces_is_the_loss(changes, smoothing):
@@ -73,7 +73,6 @@ def test_a_loss_in_pieces_is_the_loss(changes, smoothing):
         assert_same_gradients(model, loss / count, all_at_once(model, batch, smoothing) / count)
 
 
-@pytest.mark.ledger("H5")
 @pytest.mark.parametrize("changes", [{}, {"family": "encoder"}], ids=["lm", "mlm"])
 def test_no_tensor_holds_all_scores(changes):
     """Make V so large that a row of scores outweighs all else; the largest tensor is a piece or the table."""
@@ -119,7 +118,6 @@ def test_pieces_without_gradients(monkeypatch):
     assert max(rows) <= 3 and sum(rows) == batch.n_targets
 
 
-@pytest.mark.ledger("H5")
 def test_pieces_with_checkpointed_activations_frozen_parts_and_scaled_losses(monkeypatch):
     model = build(norm="rmsnorm", n_experts=3).train()
     batch = language_batch(model)
@@ -137,7 +135,6 @@ def test_pieces_with_checkpointed_activations_frozen_parts_and_scaled_losses(mon
     assert worst(model.decoder.norm.weight.grad / 7, wanted["decoder.norm.weight"]) < 1e-5
 
 
-@pytest.mark.ledger("H5")
 @pytest.mark.parametrize("changes", [{}, {"logit_softcap": 5.0, "family": "encoder"}], ids=["lm", "mlm"])
 def test_pieces_under_autocast(changes):
     model = build(**changes)
@@ -153,30 +150,16 @@ def test_pieces_under_autocast(changes):
             assert worst(piece_gradient[name], wanted) <= 1.5 * rounding + 1e-3 * wanted.abs().max(), name
 
 
-@pytest.mark.ledger("H5")
 @pytest.mark.slow
 def test_pieces_of_a_compiled_model(monkeypatch):
-    monkeypatch.setattr(
-        losses, "_compiled_row_loss", lambda: torch.compile(losses.row_loss, backend="aot_eager")
-    )
+    compiled = torch.compile(losses.row_loss, backend="aot_eager")
+    monkeypatch.setattr(losses, "_compiled_row_loss", lambda: compiled)
     model = build(logit_softcap=5.0, n_layers=1)
     fast = torch.compile(model, backend="aot_eager")
     batch = language_batch(model)
     for chunk in (0, 5):
-        assert_same_gradients(
-            model, batch_loss(fast, batch, 0.1, chunk)[0], batch_loss(model, batch, 0.1, 0)[0]
-        )
-
-
-@pytest.mark.ledger("H3")
-def test_label_smoothing_by_hand():
-    model = build()
-    batch = language_batch(model)
-    log_p, total = model(**batch.arguments()).logits.double().log_softmax(-1), 0.0
-    for row, target in zip(log_p.flatten(0, 1), batch.targets.flatten().tolist()):
-        if target != IGNORE:
-            total -= sum((0.9 * (token == target) + 0.1 / V) * row[token].item() for token in range(V))
-    assert batch_loss(model, batch, 0.1)[0].item() == pytest.approx(total, rel=1e-6)
+        loss, wanted = batch_loss(fast, batch, 0.1, chunk)[0], batch_loss(model, batch, 0.1, 0)[0]
+        assert_same_gradients(model, loss, wanted)
 
 
 @pytest.mark.parametrize(("head", "places"), [("classifier", 0), ("tagger", 1)])
@@ -184,11 +167,8 @@ def test_label_smoothing_by_hand():
 def test_classes_of_texts_and_tokens(head, places, smoothing):
     model = build(family="encoder", head=head, n_classes=5)
     batch = language_batch(model)
-    targets = (
-        some_ids(4, 9, vocab=5).where(batch.targets != IGNORE, IGNORE)
-        if places
-        else some_ids(4, 1, vocab=5)[:, 0]
-    )
+    tags = some_ids(4, 9, vocab=5).where(batch.targets != IGNORE, IGNORE)
+    targets = tags if places else some_ids(4, 1, vocab=5)[:, 0]
     batch = Batch(batch.ids, targets, batch.mask)
     loss, count = batch_loss(model, batch, smoothing)
     assert count == int((targets != IGNORE).sum())
@@ -209,23 +189,15 @@ def test_spans_are_chosen_among_real_tokens():
     loss, count = batch_loss(model, batch)
     assert count == 4 and loss.item() == pytest.approx(total, rel=1e-6)
     assert batch_loss(model, batch, 0.1)[0].item() == pytest.approx(0.9 * total + 0.1 * smooth, rel=1e-6)
-    assert all(
-        g is None or g.isfinite().all() for g in gradients(model, batch_loss(model, batch, 0.1)[0]).values()
-    )
+    smoothed = gradients(model, batch_loss(model, batch, 0.1)[0]).values()
+    assert all(gradient is None or gradient.isfinite().all() for gradient in smoothed)
 
 
-@pytest.mark.ledger("H3")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"family": "encoder"},
-        {"family": "encoder-decoder"},
-        {"n_experts": 3},
-        {"family": "encoder", "head": "tagger", "n_classes": V},
-    ],
-    ids=["lm", "mlm", "encoder-decoder", "experts", "tagger"],
-)
+TAGGER = {"family": "encoder", "head": "tagger", "n_classes": V}
+SOME = [{}, {"family": "encoder"}, {"family": "encoder-decoder"}, {"n_experts": 3}, TAGGER]
+
+
+@pytest.mark.parametrize("changes", SOME, ids=["lm", "mlm", "encoder-decoder", "experts", "tagger"])
 def test_padding_changes_no_loss_and_no_gradient(changes):
     model = build(**changes).train()
     batch = language_batch(model)
@@ -233,25 +205,16 @@ def test_padding_changes_no_loss_and_no_gradient(changes):
     def longer(x: Tensor | None, value: float) -> Tensor | None:
         return None if x is None else nnf.pad(x, (0, 3), value=value)
 
-    padded = Batch(
-        longer(batch.ids, 1),
-        longer(batch.targets, IGNORE),
-        longer(batch.mask, False),
-        source=longer(batch.source, 2),
-        source_mask=longer(batch.source_mask, False),
-    )
-    (loss, count), (padded_loss, padded_count) = (
-        batch_loss(model, batch, 0.1, 4),
-        batch_loss(model, padded, 0.1, 4),
-    )
+    more = {"source": longer(batch.source, 2), "source_mask": longer(batch.source_mask, False)}
+    own = longer(batch.ids, 1), longer(batch.targets, IGNORE), longer(batch.mask, False)
+    loss, count = batch_loss(model, batch, 0.1, 4)
+    padded_loss, padded_count = batch_loss(model, Batch(*own, **more), 0.1, 4)
     assert count == padded_count
     assert_same_gradients(model, padded_loss / count, loss / count)
 
 
 @pytest.mark.parametrize("chunk", [0, 3, None])
-@pytest.mark.parametrize(
-    "changes", [{}, {"family": "encoder"}, {"family": "encoder", "head": "tagger", "n_classes": V}]
-)
+@pytest.mark.parametrize("changes", [{}, {"family": "encoder"}, TAGGER])
 def test_a_batch_without_targets_has_zero_loss_and_zero_gradients(changes, chunk):
     model = build(**changes)
     loss, count = batch_loss(model, Batch(some_ids(), torch.full((2, 8), IGNORE)), 0.1, chunk)
@@ -261,13 +224,11 @@ def test_a_batch_without_targets_has_zero_loss_and_zero_gradients(changes, chunk
 
 def part(batch: Batch, rows: slice, length: int) -> Batch:
     """Some rows of a batch, cut to `length`."""
-    source = (
-        {} if batch.source is None else {"source": batch.source[rows], "source_mask": batch.source_mask[rows]}
-    )
-    return Batch(batch.ids[rows, :length], batch.targets[rows, :length], batch.mask[rows, :length], **source)
+    more = {} if batch.source is None else {"source": batch.source[rows]}
+    more |= {} if batch.source is None else {"source_mask": batch.source_mask[rows]}
+    return Batch(batch.ids[rows, :length], batch.targets[rows, :length], batch.mask[rows, :length], **more)
 
 
-@pytest.mark.ledger("H3")
 @pytest.mark.parametrize("changes", LANGUAGE.values(), ids=LANGUAGE)
 def test_four_batches_of_two_are_one_of_eight(changes, differences):
     """Each is cut to its own longest row; dividing by the targets of all of them makes the sums one mean."""
@@ -298,10 +259,8 @@ def test_experts_are_balanced_by_the_mean_of_targets():
     both = build(n_experts=4, family="encoder-decoder").train()
     batch = language_batch(both)
     plain, total = (batch_loss(both, batch, balance=weight)[0] for weight in (0.0, 0.5))
-    each = [
-        balance_loss(stack, mask).item()
-        for stack, mask in ((both.encoder, batch.source_mask), (both.decoder, batch.mask))
-    ]
+    stacks = ((both.encoder, batch.source_mask), (both.decoder, batch.mask))
+    each = [balance_loss(stack, mask).item() for stack, mask in stacks]
     assert (total - plain).item() == pytest.approx(0.5 * batch.n_targets * sum(each) / 2, rel=1e-4)
     assert all(math.isfinite(value) and value >= 1 for value in each)
 
@@ -313,11 +272,8 @@ def test_a_head_without_a_loss_says_so():
 
 def test_what_counts_as_a_target():
     tagged = torch.tensor([[1, IGNORE, 0], [1, 1, IGNORE]])
-    ids, vectors, pictures = (
-        torch.zeros(2, 3, dtype=torch.long),
-        torch.zeros(2, 3, 5),
-        torch.zeros(2, 3, 8, 8),
-    )
+    ids, vectors = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, 5)
+    pictures = torch.zeros(2, 3, 8, 8)
     cases = [
         (Batch(ids, tagged), 4, False),
         (Batch(vectors, tagged), 4, False),  # a tag for each vector

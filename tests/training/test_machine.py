@@ -48,17 +48,16 @@ def learned(model: ch.Transformer) -> list[torch.Tensor]:
     return [logits, *(p.grad.clone() for p in model.parameters())]
 
 
+def joined_and_narrow(model: ch.Transformer) -> None:
+    join_projections(model)
+    suit_narrow(model)
+
+
+MAKERS = [join_projections, recompute, suit_compiled, suit_narrow, joined_and_narrow]
+
+
 @pytest.mark.parametrize("change", MODELS.values(), ids=list(MODELS))
-@pytest.mark.parametrize(
-    "make",
-    [
-        join_projections,
-        recompute,
-        suit_compiled,
-        suit_narrow,
-        lambda model: (join_projections(model), suit_narrow(model)),
-    ],
-)
+@pytest.mark.parametrize("make", MAKERS)
 def test_made_quicker_or_smaller_it_learns_the_same(change, make, monkeypatch):
     monkeypatch.setattr(fast_training, "MANY", 1)
     model = build(**change).double()
@@ -98,9 +97,8 @@ def test_a_joined_model_speaks_and_is_saved_like_any_other(tmp_path):
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_the_slope_of_gelu_from_its_value(approximate):
     """Everywhere, at nothing itself and beside it too; the reference is PyTorch's own, in float64."""
-    x = torch.cat(
-        [torch.linspace(-30, 30, 100_001), torch.tensor([0.0, -0.0, 1e-20, -1e-30, 1e-38, -1e-42])]
-    ).requires_grad_()
+    small = torch.tensor([0.0, -0.0, 1e-20, -1e-30, 1e-38, -1e-42])
+    x = torch.cat([torch.linspace(-30, 30, 100_001), small]).requires_grad_()
     exact = x.detach().double().requires_grad_()
     torch.nn.functional.gelu(exact, approximate=approximate).sum().backward()
     y = narrow_gelu(x, approximate)
@@ -156,17 +154,15 @@ def test_projections_with_low_rank_updates_are_not_joined():
 
 def test_nothing_is_done_for_a_gpu_on_a_cpu():
     cpu, plan = torch.device("cpu"), TrainPlan(steps=10**6)
-    assert quick_attention(TASKS["lm"], DataPlan(), cpu) is nullcontext and not pays(
-        TASKS["lm"], DataPlan(), plan, cpu
-    )
+    assert quick_attention(TASKS["lm"], DataPlan(), cpu) is nullcontext
+    assert not pays(TASKS["lm"], DataPlan(), plan, cpu)
 
 
 def test_compiling_must_save_more_than_it_takes_and_small_steps_are_bound_by_the_host():
     """At the peak: 3,000 steps of a millisecond are over before a compiler is; 3,000 of a tenth are not."""
     gpu, plan = torch.device("cuda"), TrainPlan(steps=3000)
-    assert not pays(TASKS["lm"], DataPlan(), plan, gpu, 1e-3) and pays(
-        TASKS["lm"], DataPlan(), plan, gpu, 0.1
-    )
+    assert not pays(TASKS["lm"], DataPlan(), plan, gpu, 1e-3)
+    assert pays(TASKS["lm"], DataPlan(), plan, gpu, 0.1)
     assert pays(TASKS["lm"], DataPlan(), plan, gpu)  # what a step takes is not known
     config = build().config
     assert host_bound(config, 1e-4) and host_bound(config, None) and not host_bound(config, 0.1)

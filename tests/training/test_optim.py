@@ -1,12 +1,17 @@
-"""Which parameters are trained, decayed and slowed; and optimizer steps against loops written out by hand."""
+"""Which parameters are trained, decayed and slowed; optimizer steps against loops written out by hand.
+
+Learning-rate schedules against their closed forms and against transformers'.
+"""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
 import torch
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_wsd_schedule
 from transformers.optimization import Adafactor
 
 import clearhead as ch
@@ -14,14 +19,18 @@ from clearhead.errors import InputError
 from clearhead.learn.recipe import TrainPlan
 from clearhead.learn.training.optim import (
     freeze,
+    lr_at,
     make_optimizer,
+    original_schedule,
     orthogonal,
     parameter_groups,
     set_lr,
     step_if_finite,
+    warmup_steps,
 )
-from tests.harness import build, config, some_ids, worst
+from tests.harness import PATCHES, build, config, some_ids, worst
 
+pytestmark = pytest.mark.ledger("H2", "H9")
 CPU = torch.device("cpu")
 MODELS = {
     "decoder": {},
@@ -30,14 +39,7 @@ MODELS = {
     "encoder-decoder": {"family": "encoder-decoder", "n_encoder_layers": 3, "positions": "relative"},
     "experts": {"n_experts": 4, "gated": True, "norm": "rmsnorm", "positions": "rope"},
     "shared layers": {"layer_groups": 1},
-    "patches": {
-        "family": "encoder",
-        "input": "patches",
-        "image_size": (8, 8),
-        "patch_size": 4,
-        "class_token": True,
-        "n_classes": 3,
-    },
+    "patches": {**PATCHES, "family": "encoder", "n_classes": 3},
 }
 
 
@@ -50,12 +52,10 @@ def names_of(model: torch.nn.Module, groups: list[dict]) -> list[set[str]]:
 def decayed_names(model: torch.nn.Module, plan: TrainPlan) -> set[str]:
     """The names of the parameters that decay."""
     groups = parameter_groups(model, plan)
-    return set().union(
-        *(names for names, group in zip(names_of(model, groups), groups) if group["weight_decay"])
-    )
+    named = zip(names_of(model, groups), groups)
+    return set().union(*(names for names, group in named if group["weight_decay"]))
 
 
-@pytest.mark.ledger("H2")
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
 def test_every_parameter_is_in_one_group_and_only_matrices_decay(changes):
     model = ch.Transformer(config(**changes))
@@ -75,17 +75,6 @@ def test_every_parameter_is_in_one_group_and_only_matrices_decay(changes):
         assert not (name in decayed and parameter.ndim < 2)
 
 
-def test_a_tied_table_is_trained_once_and_does_not_decay():
-    model = ch.Transformer(config())
-    assert model.head.out.weight is model.decoder.embedding.front.tokens.weight
-    groups = parameter_groups(model, TrainPlan())
-    assert sum(parameter is model.head.out.weight for group in groups for parameter in group["params"]) == 1
-    assert "decoder.embedding.front.tokens.weight" not in decayed_names(model, TrainPlan())
-    untied = ch.Transformer(config(tie_embeddings=False))
-    assert "head.out.weight" in decayed_names(untied, TrainPlan())  # a matrix of its own
-
-
-@pytest.mark.ledger("H2")
 def test_rates_fall_layer_by_layer_from_the_head_down():
     model = ch.Transformer(config(family="encoder-decoder", n_layers=2, n_encoder_layers=3))
     groups = parameter_groups(model, TrainPlan(layer_decay=0.5))
@@ -101,7 +90,6 @@ def test_rates_fall_layer_by_layer_from_the_head_down():
     assert len(parameter_groups(model, TrainPlan())) == 2
 
 
-@pytest.mark.ledger("H9")
 def test_frozen_parameters_stay_and_the_rest_moves():
     model = build()
     plan = TrainPlan(freeze=("decoder.embedding", "decoder.blocks.0.*", "*.norm.weight"), lr=0.1)
@@ -110,13 +98,10 @@ def test_frozen_parameters_stay_and_the_rest_moves():
     model(some_ids()).logits.logsumexp(-1).sum().backward()
     optimizer.step()
     stayed = {name for name, parameter in model.named_parameters() if torch.equal(parameter, before[name])}
-    assert stayed == {
-        name for name in before if name.startswith(("decoder.embedding", "decoder.blocks.0."))
-    } | {"decoder.norm.weight"}
+    frozen = {name for name in before if name.startswith(("decoder.embedding", "decoder.blocks.0."))}
+    assert stayed == {*frozen, "decoder.norm.weight"}
     held = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    assert held == sum(
-        parameter.numel() for name, parameter in model.named_parameters() if name not in stayed
-    )
+    assert held == sum(before[name].numel() for name in before.keys() - stayed)
 
 
 def test_a_shared_weight_freezes_by_either_name():
@@ -127,27 +112,18 @@ def test_a_shared_weight_freezes_by_either_name():
 
 def test_freezing_what_is_not_there_says_what_is():
     model = ch.Transformer(config())
+    wrong = "decoder.blocks.0.atention.q.weight"
     with pytest.raises(
-        InputError,
-        match=(
-            r'"decoder.blocks.0.atention.q.weight" names no parameter '
-            r'\(did you mean "decoder.blocks.0.attention'
-        ),
+        InputError, match=f'"{wrong}" names no parameter .did you mean "decoder.blocks.0.atten'
     ):
-        make_optimizer(model, TrainPlan(freeze=("decoder.blocks.0.atention.q.weight",)), CPU)
+        make_optimizer(model, TrainPlan(freeze=(wrong,)), CPU)
     with pytest.raises(InputError, match="nothing to train"):
         make_optimizer(model, TrainPlan(freeze=("*",)), CPU)
 
 
-def adamw(
-    weights: list[float],
-    gradients: list[list[float]],
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    decay: float,
-) -> list[float]:
+def adamw(weights: list[float], gradients: list[list[float]], plan: TrainPlan, decay: float) -> list[float]:
     """The paper's loop on plain numbers: decoupled decay, bias-corrected moments."""
+    lr, betas, eps = plan.lr, plan.betas, plan.eps
     m, v = [0.0] * len(weights), [0.0] * len(weights)
     for step, gradient in enumerate(gradients, start=1):
         for i, g in enumerate(gradient):
@@ -159,7 +135,6 @@ def adamw(
     return weights
 
 
-@pytest.mark.ledger("H2")
 @pytest.mark.parametrize(
     "plan",
     [TrainPlan(weight_decay=0.1, lr=0.01), TrainPlan(betas=(0.9, 0.98), eps=1e-9, weight_decay=0.0, lr=0.01)],
@@ -170,15 +145,9 @@ def test_adamw_is_the_loop_by_hand(plan):
     model.weight.data.normal_(), model.bias.data.normal_()
     optimizer = make_optimizer(model, plan, CPU)
     drawn = [torch.randn(8, dtype=torch.float64) for _ in range(5)]
-    matrix = adamw(
-        model.weight.flatten().tolist(),
-        [d[:6].tolist() for d in drawn],
-        0.01,
-        plan.betas,
-        plan.eps,
-        plan.weight_decay,
-    )
-    vector = adamw(model.bias.tolist(), [d[6:].tolist() for d in drawn], 0.01, plan.betas, plan.eps, 0.0)
+    parts = [[d[:6].tolist() for d in drawn], [d[6:].tolist() for d in drawn]]
+    matrix = adamw(model.weight.flatten().tolist(), parts[0], plan, plan.weight_decay)
+    vector = adamw(model.bias.tolist(), parts[1], plan, 0.0)
     for gradient in drawn:
         model.weight.grad, model.bias.grad = gradient[:6].view(2, 3).clone(), gradient[6:].clone()
         set_lr(optimizer, 0.01)
@@ -187,7 +156,6 @@ def test_adamw_is_the_loop_by_hand(plan):
     assert worst(model.bias, torch.tensor(vector, dtype=torch.float64)) < 1e-12
 
 
-@pytest.mark.ledger("H2")
 @pytest.mark.parametrize(
     "size", [1.0, 1e-5], ids=["large gradients", "gradients as small as a language model's"]
 )
@@ -217,19 +185,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing(optimizer):
     made = make_optimizer(weight, TrainPlan(optimizer=optimizer), CPU)
     set_lr(made, 1e-2)
     nan, inf = math.nan, math.inf
-    for loss, norm, changed in [
-        (1.0, 2.0, True),
-        (1.0, nan, False),
-        (1.0, inf, False),
-        (nan, 1.0, False),
-        (-inf, inf, False),
-        (1.0, 0.5, True),
-    ]:
+    steps = [(1.0, 2.0, True), (1.0, nan, False), (1.0, inf, False), (nan, 1.0, False), (-inf, inf, False)]
+    scaler = torch.amp.GradScaler(enabled=False)
+    for loss, norm, changed in [*steps, (1.0, 0.5, True)]:
         weight(torch.ones(1, 3)).sum().backward()
         before = weight.weight.detach().clone()
-        found = step_if_finite(
-            made, torch.amp.GradScaler(enabled=False), torch.tensor(loss), torch.tensor(norm)
-        )()
+        found = step_if_finite(made, scaler, torch.tensor(loss), torch.tensor(norm))()
         assert str(found[:2]) == str([loss, norm]) and math.isfinite(found[2]) is changed
         assert torch.equal(before, weight.weight) is not changed
 
@@ -252,16 +213,12 @@ def test_a_scaled_gradient_may_be_infinite_and_a_loss_may_not():
     assert scaler.steps == 1
 
 
-@pytest.mark.ledger("H2")
 def test_muon_is_torchs_for_matrices_of_blocks_and_adamw_for_the_rest():
     """PyTorch's own multiplies in bfloat16: its updates agree to a fiftieth of their size."""
     first = ch.Transformer(config(n_experts=2, d_shared_expert=8))
     ours, theirs, adamw = (copy.deepcopy(first) for _ in range(3))
-    matrices = {
-        name: one
-        for name, one in theirs.named_parameters()
-        if ".blocks." in name and one.ndim == 2 and min(one.shape) > 1
-    }
+    blocks = {name: one for name, one in theirs.named_parameters() if ".blocks." in name}
+    matrices = {name: one for name, one in blocks.items() if one.ndim == 2 and min(one.shape) > 1}
     optimizers = [
         make_optimizer(ours, TrainPlan(optimizer="muon"), CPU),
         make_optimizer(adamw, TrainPlan(), CPU),
@@ -293,3 +250,76 @@ def test_orthogonal_matrices_have_singular_values_near_one():
         values = torch.linalg.svdvals(orthogonal(torch.randn(shape) * 1e-6))
         assert values.min() > 0.3 and values.max() < 1.3
     assert torch.equal(orthogonal(torch.zeros(3, 4)), torch.zeros(3, 4))  # an expert without tokens
+
+
+STEPS, WARMUP, LR = 200, 17, 3e-4
+
+
+def rates(schedule: str, steps: int = STEPS, **changes) -> list[float]:
+    """The rate of every step, 0 to `steps`."""
+    plan = TrainPlan(**{"schedule": schedule, "lr": LR, "warmup": WARMUP, "floor": 0.0, **changes})
+    return [lr_at(plan, step, steps, 64) for step in range(steps + 1)]
+
+
+def theirs(make, **arguments) -> list[float]:
+    """The rates of a transformers schedule, from before the first step on."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+    schedule, seen = make(optimizer, num_training_steps=STEPS, num_warmup_steps=WARMUP, **arguments), []
+    for _ in range(STEPS + 1):
+        seen.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("schedule", "reference"),
+    [
+        ("cosine", lambda: theirs(get_cosine_schedule_with_warmup)),
+        ("linear", lambda: theirs(get_linear_schedule_with_warmup)),
+        ("wsd", lambda: theirs(get_wsd_schedule, num_decay_steps=STEPS // 5, decay_type="linear")),
+    ],
+)
+def test_transformers_gives_the_same_rates(schedule, reference):
+    assert rates(schedule) == pytest.approx(reference(), abs=1e-15)
+
+
+def test_original_is_the_papers_formula():
+    plan = TrainPlan(schedule="original", lr=2.0, warmup=50)
+    for step in (1, 49, 50, 51, 5000):
+        wanted = 2.0 * 512**-0.5 * min(step**-0.5, step * 50**-1.5)
+        assert lr_at(plan, step, 100, 512) == pytest.approx(wanted, rel=1e-12)
+    every = [lr_at(plan, step, 100, 512) for step in range(1, 400)]
+    assert every.index(max(every)) + 1 == 50
+    assert original_schedule(4000, 512) == pytest.approx((512 * 4000) ** -0.5)
+    # The warm-up of "original" is 4,000 steps.
+    assert lr_at(TrainPlan(schedule="original", lr=1.0), 4000, 100, 512) == original_schedule(4000, 512)
+    assert math.isfinite(lr_at(TrainPlan(schedule="original", warmup=0), 1, 100, 512))
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_peak_floor_and_no_jumps(schedule):
+    seen = rates(schedule, floor=0.1)
+    assert seen[0] == 0 and seen[1] == pytest.approx(LR / WARMUP)  # the first step moves
+    assert seen[WARMUP] == pytest.approx(LR) == pytest.approx(max(seen))
+    assert seen[-1] == pytest.approx(LR if schedule == "constant" else 0.1 * LR)
+    steepest = LR / min(WARMUP, STEPS // 5)
+    assert max(abs(b - a) for a, b in itertools.pairwise(seen)) <= steepest * 1.0001
+    plan = TrainPlan(schedule=schedule, lr=LR, warmup=WARMUP, floor=0.1)
+    assert lr_at(plan, STEPS + 50, STEPS, 64) == pytest.approx(seen[-1])  # past the end, it stays
+
+
+def test_wsd_is_stable_until_its_decay():
+    seen = rates("wsd", decay=0.25, floor=0.2)
+    assert set(seen[WARMUP:151]) == {LR}
+    assert seen[175] == pytest.approx(LR * 0.6)
+
+
+def test_warmup_by_default_is_a_twentieth():
+    assert warmup_steps(TrainPlan(), 1000) == 50
+    assert lr_at(TrainPlan(lr=LR), 50, 1000, 64) == LR
+    # A run of 10 steps has no warm-up.
+    first = LR * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 10)))
+    assert lr_at(TrainPlan(lr=LR), 1, 10, 64) == pytest.approx(first)
+    # The warm-up may be longer than the run.
+    assert [lr_at(TrainPlan(warmup=100, lr=1.0), step, 10, 64) for step in (1, 10)] == [0.01, 0.1]

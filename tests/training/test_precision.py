@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.errors import ConfigError, InputError
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.recipe import TrainPlan
@@ -19,10 +18,10 @@ from clearhead.learn.training.machine import choose_precision, cpu_has_bfloat16
 from clearhead.run.bundle import best_device
 from tests.training.test_run import TEXT, StopAt, run, same
 
+pytestmark = pytest.mark.ledger("H4", "H8")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.ledger("H4")
 @pytest.mark.parametrize("has", [True, False, None])
 def test_on_a_cpu_auto_is_float32_whatever_it_has(monkeypatch, has):
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has)
@@ -33,13 +32,12 @@ def test_on_a_cpu_auto_is_float32_whatever_it_has(monkeypatch, has):
     assert chosen.scaler().scale(torch.tensor(3.0)) == 3
 
 
-@pytest.mark.ledger("H4")
 @pytest.mark.parametrize(("has", "slow"), [(True, False), (False, True), (None, False)])
 def test_bfloat16_is_had_on_a_cpu_where_it_is_asked_for(monkeypatch, has, slow):
     monkeypatch.setattr(machine, "cpu_has_bfloat16", lambda: has)
     chosen = choose_precision(TrainPlan(precision="bfloat16"), CPU)
     assert chosen.dtype == torch.bfloat16 and not chosen.scaled
-    assert ("no instructions for it: float32 is faster" in chosen.sentence) is slow
+    assert ("no instructions for bfloat16 (float32 is faster)" in chosen.sentence) is slow
     with chosen.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
@@ -75,28 +73,20 @@ def test_no_clock_is_read_to_choose(monkeypatch):
     machine.quick_attention(TASKS["lm"], DataPlan(), CPU), machine.narrow(CPU)
 
 
-@pytest.mark.ledger("H4")
-@pytest.mark.parametrize(
-    ("wanted", "has", "dtype"),
-    [
-        ("auto", True, torch.bfloat16),
-        ("auto", False, torch.float16),
-        ("float16", True, torch.float16),
-        ("float32", True, None),
-    ],
-)
+CHOSEN = [("auto", True, torch.bfloat16), ("auto", False, torch.float16), ("float16", True, torch.float16)]
+
+
+@pytest.mark.parametrize(("wanted", "has", "dtype"), [*CHOSEN, ("float32", True, None)])
 def test_a_gpu_by_what_it_has(monkeypatch, wanted, has, dtype):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3" if has else "Tesla V100-SXM2"
-    )
+    name = "NVIDIA H100 80GB HBM3" if has else "Tesla V100-SXM2"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     chosen = choose_precision(TrainPlan(precision=wanted), GPU)
     assert chosen.dtype == dtype and chosen.scaled == (dtype == torch.float16)
     assert chosen.peak == (None if dtype is None else 989e12 if has else 125e12)
     assert ("has no bfloat16" in chosen.sentence) == (not has)
 
 
-@pytest.mark.ledger("H4")
 @pytest.mark.parametrize(
     ("capability", "has"), [((9, 0), True), ((8, 9), True), ((8, 0), False), ((7, 0), False)]
 )
@@ -107,15 +97,13 @@ def test_float8_where_a_gpu_has_it(monkeypatch, capability, has):
     assert choose_precision(TrainPlan(), GPU).float8 is False  # only if asked for
     if has:
         chosen = choose_precision(TrainPlan(precision="float8"), GPU)
-        assert chosen.name == "float8" and chosen.float8 and "blocks in float8" in chosen.sentence
+        assert chosen.name == "float8" and chosen.float8 and "float8 matmuls in blocks" in chosen.sentence
         return
-    with pytest.raises(
-        ConfigError, match=r"float8 is not to be had on some GPU: set train\.precision to auto"
-    ):
+    line = r"float8 is not to be had on some GPU: set train\.precision to auto"
+    with pytest.raises(ConfigError, match=line):
         choose_precision(TrainPlan(precision="float8"), GPU)
 
 
-@pytest.mark.ledger("H4")
 def test_what_a_gpu_has_not_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2")
@@ -123,20 +111,17 @@ def test_what_a_gpu_has_not_is_refused(monkeypatch):
         choose_precision(TrainPlan(precision="bfloat16"), GPU)
 
 
-@pytest.mark.ledger("H4")
 @pytest.mark.parametrize("wanted", ["float16", "float8"])
-def test_a_precision_that_is_not_to_be_had_is_refused_and_nothing_is_written(tmp_path, capsys, wanted):
+def test_a_precision_that_is_not_to_be_had_is_refused_and_nothing_is_written(tmp_path, clearhead, wanted):
     text, out = tmp_path / "text.txt", tmp_path / "run"
     text.write_text(TEXT)
     asked = ["--set", f"train.precision={wanted}", "--set", "train.device=cpu"]
-    with pytest.raises(SystemExit) as ended:
-        main(["train", str(text), "--out", str(out), *asked])
+    ran = clearhead("train", text, f"--out {out}", *asked)
     line = f"train.precision {wanted} is not to be had on cpu: set train.precision to float32 or bfloat16"
-    assert ended.value.code == 2 and line in " ".join(capsys.readouterr().err.split())
+    assert ran.code == 2 and line in " ".join(ran.err.split())
     assert not out.exists()
 
 
-@pytest.mark.ledger("H8")
 @pytest.mark.parametrize("recorded", ["float16", "float8"])
 def test_a_run_goes_on_in_its_precision_or_not_at_all(tmp_path, recorded):
     """A run that was begun on a GPU, and is resumed where there is none."""
@@ -147,13 +132,11 @@ def test_a_run_goes_on_in_its_precision_or_not_at_all(tmp_path, recorded):
     assert 'precision = "float32"' in recipe.read_text()
     recipe.write_text(recipe.read_text().replace('precision = "float32"', f'precision = "{recorded}"'))
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
-    with pytest.raises(
-        ConfigError, match=rf"was begun in {recorded}, and a run goes on as it began .*model\.base="
-    ):
+    line = rf"was begun in {recorded}, and a run goes on as it began .*model\.base="
+    with pytest.raises(ConfigError, match=line):
         ch.train(resume=out)
-    assert {
-        path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "lock"
-    }.items() <= before.items()
+    after = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != "lock"}
+    assert after.items() <= before.items()
 
 
 def test_a_run_goes_on_in_bfloat16_where_auto_is_float32(tmp_path):
@@ -162,7 +145,7 @@ def test_a_run_goes_on_in_bfloat16_where_auto_is_float32(tmp_path):
     whole = run(text, tmp_path / "whole", "train.device=cpu", "train.precision=bfloat16")
     run(text, out, "train.device=cpu", "train.precision=bfloat16", stop=StopAt(5))
     done = ch.train(resume=out, on_event=lambda event: said.append(getattr(event, "line", "")))
-    assert any(line.startswith("products in bfloat16") for line in said)
+    assert any("bfloat16 matmuls, float32 weights" in line for line in said)
     assert same(done.model.model.state_dict(), whole.model.model.state_dict())
 
 

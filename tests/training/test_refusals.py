@@ -11,7 +11,6 @@ import torch
 from tokenizers import Tokenizer, models
 
 import clearhead as ch
-from clearhead.app.cli import main
 from clearhead.errors import ClearheadError, ConfigError, InputError
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.evaluation.evaluate import data_plan
@@ -20,8 +19,8 @@ from clearhead.learn.recipe import Recipe, read_recipe
 from clearhead.learn.tasks.table import TASKS
 from clearhead.learn.training.build import base_of, build
 from clearhead.run.api import Model
+from tests.harness import PATCHES, some_ids, split
 from tests.harness import build as micro
-from tests.harness import some_ids
 
 WRONG = {
     "train.betas=1.5,0.9": "betas 1.5, 0.9 must each lie in [0, 1)",
@@ -71,28 +70,13 @@ def test_a_value_that_means_nothing_is_named(setting, line):
 
 
 def test_the_ends_of_each_range_are_taken():
-    settings = [
-        "train.betas=0,0",
-        "train.seed=4294967295",
-        "train.decay=1",
-        "train.floor=1",
-        "train.layer_decay=1",
-        "train.warmup=0",
-    ]
-    settings += [
-        "train.loss_chunk=0",
-        "train.samples=0",
-        "data.stride=0",
-        "data.span_length=1",
-        "generate.temperature=0",
-    ]
-    recipe = read_recipe(None, [*settings, "generate.top_p=1"])
-    assert (recipe.train.seed, recipe.train.floor, recipe.data.stride, recipe.generate.top_p) == (
-        4294967295,
-        1,
-        0,
-        1,
-    )
+    ends = {"train.betas": (0, 0), "train.seed": 4294967295, "train.decay": 1, "train.floor": 1}
+    ends |= {"train.layer_decay": 1, "train.warmup": 0, "train.loss_chunk": 0, "train.samples": 0}
+    ends |= {"data.stride": 0, "data.span_length": 1, "generate.temperature": 0, "generate.top_p": 1}
+    recipe = read_recipe(None, ends)
+    for name, value in ends.items():
+        section, _, key = name.partition(".")
+        assert getattr(getattr(recipe, section), key) == value
     torch.manual_seed(recipe.train.seed * 1_000_003 + 10**9)  # the seed of a late step
     assert Recipe.from_tables(tomllib.loads(recipe.to_toml())) == recipe
 
@@ -136,26 +120,11 @@ def test_the_size_of_a_batch_that_was_set_last_counts():
 
 
 def test_settings_are_a_dictionary_or_strings():
-    table = {
-        "train.steps": 30,
-        "train.betas": (0.9, 0.98),
-        "train.compile": False,
-        "train.freeze": ["head.*"],
-        "data.columns": {"text": "review"},
-        "model.base": Path("my-model"),
-        "model.d_model": 16,
-        "train.lr": 1,
-    }
-    strings = [
-        "train.steps=30",
-        "train.betas=0.9,0.98",
-        "train.compile=false",
-        "train.freeze=head.*",
-        'data.columns={text = "review"}',
-        "model.base=my-model",
-        "model.d_model=16",
-        "train.lr=1",
-    ]
+    table = {"train.steps": 30, "train.betas": (0.9, 0.98), "train.compile": False, "train.lr": 1}
+    table |= {"train.freeze": ["head.*"], "data.columns": {"text": "review"}, "model.d_model": 16}
+    table |= {"model.base": Path("my-model")}
+    strings = split("train.steps=30 train.betas=0.9,0.98 train.compile=false train.lr=1 train.freeze=head.*")
+    strings += ['data.columns={text = "review"}', "model.d_model=16", "model.base=my-model"]
     assert read_recipe(None, table) == read_recipe(None, strings)
     for one in ("held.txt", Path("held.txt"), ["held.txt"]):  # of a list, one value may stand alone
         assert read_recipe(None, {"data.validation": one}).data.validation == ("held.txt",)
@@ -190,11 +159,9 @@ def test_train_and_evaluate_take_a_dictionary(tmp_path):
     run = {"train.steps": 2, "train.samples": 0, "data.batch_size": 4}
     done = ch.train(tmp_path / "text.txt", out=tmp_path / "run", settings={**size, **run})
     assert done.step == 2 and done.model.config.d_model == 16
+    recipe = ch.read_recipe(done.folder / "train.toml")
     again = ch.train(
-        tmp_path / "text.txt",
-        recipe=ch.read_recipe(done.folder / "train.toml"),
-        out=tmp_path / "again",
-        settings={"train.steps": 1},
+        tmp_path / "text.txt", recipe=recipe, out=tmp_path / "again", settings={"train.steps": 1}
     )
     assert again.step == 1 and again.model.config.d_model == 16
     plan = data_plan(done.folder, [tmp_path / "text.txt"], settings={"data.max_length": 8})
@@ -210,16 +177,8 @@ def test_a_section_that_is_a_value_is_named(tmp_path):
         read_recipe(tmp_path / "recipe.toml", ["model.d_model=16"])
 
 
-MEASURED = {
-    "lm": "",
-    "mlm": "",
-    "denoise": "",
-    "seq2seq": "exact bleu chrf",
-    "classify": "accuracy macro_f1",
-    "image": "accuracy macro_f1",
-    "tag": "accuracy span_f1",
-    "answer": "exact",
-}
+MEASURED = {"lm": "", "mlm": "", "denoise": "", "seq2seq": "exact bleu chrf", "answer": "exact"}
+MEASURED |= {"classify": "accuracy macro_f1", "image": "accuracy macro_f1", "tag": "accuracy span_f1"}
 
 
 @pytest.mark.parametrize("task", MEASURED)
@@ -228,9 +187,8 @@ def test_a_metric_fits_its_task(task):
     for metric in (None, *allowed):
         TASKS[task].check_metric(metric)
     for metric in {metric for spec in TASKS.values() for metric in spec.metrics} - allowed:
-        with pytest.raises(
-            ConfigError, match=f"train.metric {metric} is not measured for task {task}: choose loss"
-        ):
+        line = f"train.metric {metric} is not measured for task {task}: choose loss"
+        with pytest.raises(ConfigError, match=line):
             TASKS[task].check_metric(metric)
 
 
@@ -241,119 +199,67 @@ def words(size: int) -> Tokenizer:
     return Tokenizer(models.WordLevel({f"w{number}": number for number in range(size)}, unk_token="w0"))
 
 
+BASE, CLASSES = Recipe(model={"base": "the-base"}), ("a", "b")
+
+
 def loaded(**changes) -> Model:
     model = micro(**changes)
-    return Model(
-        model, words(model.config.vocab_size) if model.config.vocab_size else None, folder=Path("the-base")
-    )
+    size = model.config.vocab_size
+    return Model(model, words(size) if size else None, folder=Path("the-base"))
 
 
-@pytest.mark.parametrize(
-    ("family", "task"),
-    [
-        ("encoder", "lm"),
-        ("decoder", "seq2seq"),
-        ("decoder", "mlm"),
-        ("encoder-decoder", "lm"),
-        ("decoder", "denoise"),
-    ],
-)
+def refused(line: str, recipe: Recipe, task: str, tokenizer: Tokenizer | None, **more) -> None:
+    with pytest.raises(ConfigError, match=line):
+        build(recipe, task, tokenizer, {}, **more)
+
+
+OTHERS = [("encoder", "lm"), ("encoder-decoder", "lm")]
+OTHERS += [("decoder", task) for task in ("seq2seq", "mlm", "denoise")]
+
+
+@pytest.mark.parametrize(("family", "task"), OTHERS)
 def test_a_base_of_another_family_is_refused(family, task):
     base = loaded(family=family)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            f"base the-base has family {family} and reads tokens, and task {task} needs family .*: one such"
-        ),
-    ):
-        build(Recipe(model={"base": "the-base"}), task, base.tokenizer, {}, base=base)
-    with pytest.raises(ConfigError, match=rf"\[model\] has family {family}"):
-        build(Recipe(model={"family": family}), task, base.tokenizer, {})
+    line = f"base the-base has family {family} and reads tokens, and task {task} needs family .*: one such"
+    refused(line, BASE, task, base.tokenizer, base=base)
+    refused(rf"\[model\] has family {family}", Recipe(model={"family": family}), task, base.tokenizer)
 
 
-def test_a_decoder_may_learn_classes_and_a_reader_of_pictures_no_text():
-    made = build(
-        Recipe(model={"base": "the-base"}), "classify", words(13), {}, labels=("a", "b"), base=loaded()
-    )
-    assert (made.config.family, made.config.n_classes) == ("decoder", 2)
-    pictures = Recipe(model={"base": "vit-tiny"})
-    with pytest.raises(
-        ConfigError,
-        match=r"base vit-tiny has family encoder and reads patches, and task classify needs .* tokens",
-    ):
-        build(pictures, "classify", words(13), {}, labels=("a", "b"))
+def test_a_base_that_does_not_fit_the_data_names_both():
+    made = build(BASE, "classify", words(13), {}, labels=CLASSES, base=loaded())
+    assert (made.config.family, made.config.n_classes) == ("decoder", 2)  # which may learn classes
+    line = r"base vit-tiny has family encoder and reads patches, and task classify needs .* tokens"
+    refused(line, Recipe(model={"base": "vit-tiny"}), "classify", words(13), labels=CLASSES)
+    line = r"the-base has a vocabulary of 13, and the tokenizer of \[tokens\] model 14: leave tokens.model"
+    refused(line, BASE, "lm", words(14), base=loaded())
+    assert build(BASE, "lm", words(12), {}, base=loaded()).config.vocab_size == 13
+    pictures = {**PATCHES, "family": "encoder", "n_classes": 2, "max_positions": 5}
+    base = loaded(**pictures)
+    for image in ((16, 8, 3), (8, 8, 1)):
+        shape = " x ".join(map(str, image))
+        line = rf"the-base reads images of 8 x 8 x 3 \(.*\), and those of the data are {shape}: convert"
+        refused(line, BASE, "image", None, labels=CLASSES, image=image, base=base)
+    made = build(BASE, "image", None, {}, labels=CLASSES, image=(8, 8, 3), base=base)
+    assert made.config.n_classes == 2
+    line = r"train.lora 8 updates a trained model, and \[model\] base names no directory of one"
+    for start in ((), ("model.base=gpt2",)):
+        with pytest.raises(ConfigError, match=line):
+            base_of(read_recipe("lora-finetune", start))
 
 
-@pytest.mark.parametrize("image", [(16, 8, 3), (8, 8, 1)], ids=["size", "channels"])
-def test_a_base_for_other_pictures_names_both_sizes(image):
-    base = loaded(
-        family="encoder",
-        vocab_size=0,
-        input="patches",
-        image_size=(8, 8),
-        patch_size=4,
-        n_classes=2,
-        max_positions=5,
-    )
-    recipe, shape = Recipe(model={"base": "the-base"}), " x ".join(map(str, image))
-    with pytest.raises(
-        ConfigError,
-        match=rf"the-base reads images of 8 x 8 x 3 \(.*\), and those of the data are {shape}: convert",
-    ):
-        build(recipe, "image", None, {}, labels=("a", "b"), image=image, base=base)
-    assert (
-        build(recipe, "image", None, {}, labels=("a", "b"), image=(8, 8, 3), base=base).config.n_classes == 2
-    )
-
-
-def test_a_base_with_a_smaller_vocabulary_names_both():
-    recipe, base = Recipe(model={"base": "the-base"}), loaded()
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"the-base has a vocabulary of 13, and the tokenizer of \[tokens\] model 14: "
-            r"leave tokens.model"
-        ),
-    ):
-        build(recipe, "lm", words(14), {}, base=base)
-    assert build(recipe, "lm", words(12), {}, base=base).config.vocab_size == 13
-
-
-@pytest.mark.parametrize("base", [(), ("model.base=gpt2",)], ids=["none", "a preset"])
-def test_low_rank_updates_need_a_trained_model(base):
-    with pytest.raises(
-        ConfigError,
-        match=r"train.lora 8 updates a trained model, and \[model\] base names no directory of one",
-    ):
-        base_of(read_recipe("lora-finetune", base))
-
-
-@pytest.mark.parametrize(
-    ("model", "line"),
-    [
-        ({"patch_size": 0}, "patch_size 0 must be 1 or more"),
-        ({"d_model": 0}, "d_model 0 must be 1 or more"),
-        ({"d_model": -16}, "d_model -16 must be 1 or more"),
-    ],
-)
-def test_a_size_of_nothing_is_named(model, line):
-    task, tokenizer, image = (
-        ("image", None, (8, 8, 3)) if "patch_size" in model else ("denoise", words(13), None)
-    )
+@pytest.mark.parametrize(("name", "size"), [("patch_size", 0), ("d_model", 0), ("d_model", -16)])
+def test_a_size_of_nothing_is_named(name, size):
+    kind = ("image", None) if name == "patch_size" else ("denoise", words(13))
+    image = (8, 8, 3) if name == "patch_size" else None
     base = {} if image else {"base": "transformer-base"}  # whose embedding is scaled by the root of its width
-    with pytest.raises(ClearheadError) as caught:
-        build(Recipe(model={**base, **model}), task, tokenizer, {}, labels=("a", "b"), image=image)
-    assert str(caught.value) == line
+    line = f"^{name} {size} must be 1 or more$"
+    refused(line, Recipe(model={**base, name: size}), *kind, labels=CLASSES, image=image)
 
 
 # Two texts --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"family": "encoder"}, {"family": "encoder", "n_types": 1}],
-    ids=["decoder", "none", "one"],
-)
+@pytest.mark.parametrize("changes", [{}, {"family": "encoder"}, {"family": "encoder", "n_types": 1}])
 def test_a_model_without_types_learns_from_pairs(changes):
     model, ids, types = micro(n_classes=3, **changes), some_ids(), some_ids(vocab=2)
     targets = torch.tensor([0, 2])
@@ -366,40 +272,22 @@ def test_a_model_without_types_learns_from_pairs(changes):
 
 
 def test_pairs_are_classified_by_a_decoder(tmp_path):
-    draws = np.random.default_rng(0).integers(0, 2, (30, 2))
-    rows = [
-        f"it is {'red' if a else 'old'}\tit is {'red' if b else 'old'}\t{'same' if a == b else 'other'}"
-        for a, b in draws
-    ]
+    draws = np.random.default_rng(0).choice(["red", "old"], (30, 2))
+    rows = [f"it is {a}\tit is {b}\t{'same' if a == b else 'other'}" for a, b in draws]
     (tmp_path / "pairs.tsv").write_text("\n".join(["premise\thypothesis\tlabel", *rows]))
-    settings = [
-        "model.base=gpt2",
-        "model.d_model=16",
-        "model.n_layers=1",
-        "model.n_heads=2",
-        "model.max_positions=32",
-    ]
-    done = ch.train(
-        tmp_path / "pairs.tsv",
-        out=tmp_path / "run",
-        settings=[*settings, "train.steps=2", "data.batch_size=4"],
-    )
+    settings = "model.base=gpt2 model.d_model=16 model.n_layers=1 model.n_heads=2 model.max_positions=32"
+    more = ["train.steps=2", "data.batch_size=4"]
+    done = ch.train(tmp_path / "pairs.tsv", out=tmp_path / "run", settings=[*split(settings), *more])
     assert done.step == 2 and done.model.labels == ("other", "same")
 
 
 # eval -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wrong", "line"),
-    [(["--seed", "-1"], "seed -1 must be 0 or more"), (["--beams", "0"], "num_beams 0 must be 1 or more")],
-)
-def test_eval_names_what_is_wrong(tmp_path, capsys, wrong, line):
+def test_eval_names_what_is_wrong(tmp_path, clearhead):
     (tmp_path / "pairs.tsv").write_text("w1 w2\tw2 w1\nw3\tw3\n")
-    made = Model(
-        micro(family="encoder-decoder"), words(13), special={"bos": 0, "eos": 1, "pad": 2, "decoder_start": 0}
-    )
-    made.save(tmp_path / "model")
-    with pytest.raises(SystemExit, match="2"):
-        main(["eval", str(tmp_path / "model"), str(tmp_path / "pairs.tsv"), "--device", "cpu", *wrong])
-    assert line in capsys.readouterr().err
+    special = {"bos": 0, "eos": 1, "pad": 2, "decoder_start": 0}
+    Model(micro(family="encoder-decoder"), words(13), special=special).save(tmp_path / "model")
+    for wrong, line in (("--seed -1", "seed -1 must be 0 or more"), ("--beams 0", "num_beams 0 must be 1")):
+        asked = ("eval", tmp_path / "model", tmp_path / "pairs.tsv", "--device cpu", wrong)
+        assert line in clearhead(*asked).err

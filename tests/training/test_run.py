@@ -9,8 +9,11 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,28 +21,26 @@ from transformers import AutoTokenizer
 
 import clearhead as ch
 from clearhead.app.cli import main
+from clearhead.errors import CheckpointError
 from clearhead.learn.batches.windows import FixedRows
-from clearhead.learn.training.events import read_log
+from clearhead.learn.training import loop
+from clearhead.learn.training.events import Saved, Stepped, read_log
 from clearhead.learn.training.state import newest
-from tests.harness import worst
+from tests.harness import Notes, worst
 
+pytestmark = pytest.mark.ledger("H5", "H7", "H8")
 TEXT = "the quick brown fox jumps over the lazy dog while it sings of the sea\n" * 60
-TINY = [
-    "model.d_model=16",
-    "model.n_layers=1",
-    "model.n_heads=2",
-    "model.max_positions=16",
-    "model.dropout=0.1",
-    "data.batch_size=4",
-    "train.validate_every=4",
-    "train.log_every=1",
-    "train.samples=0",
-    "train.lr=1e-2",
-]
+SIZE = "model.d_model=16 model.n_layers=1 model.n_heads=2 "
+TINY = (
+    f"{SIZE} model.max_positions=16 model.dropout=0.1 data.batch_size=4 train.validate_every=4 "
+    "train.log_every=1 train.samples=0 train.lr=1e-2"
+).split()
 
 
-def run(data, out, *settings, **more):
-    return ch.train(data, out=out, settings=[*TINY, "train.steps=12", *settings], **more)
+def run(data, out, *settings: str, **more):
+    """Train a tiny model for 12 steps; several settings may stand in one text, apart by spaces."""
+    changes = [setting for text in settings for setting in text.split()]
+    return ch.train(data, out=out, settings=[*TINY, "train.steps=12", *changes], **more)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -61,66 +62,86 @@ class StopAt:
         return self.left == 0
 
 
-@pytest.mark.ledger("H8")
+def resumed(
+    data, place: Path, *settings: str, stops: Sequence[int] = (5, 2)
+) -> tuple[ch.Trained, ch.Trained]:
+    """Train in one go and with stops after so many steps; weights, metrics and log must be the same."""
+    whole = run(data, place / "whole", *settings)
+    first, *later = stops
+    part = run(data, place / "part", *settings, stop=StopAt(first))
+    assert (part.reason, part.step) == ("stopped", first)
+    for count in later:
+        step = part.step
+        part = ch.train(resume=place / "part", stop=StopAt(count))
+        assert part.step == step + count
+    done = ch.train(resume=place / "part")
+    assert (done.reason, done.step, done.metrics) == ("done", whole.step, whole.metrics)
+    for folder in ("", "last"):
+        assert same(weights(place / "whole" / folder), weights(place / "part" / folder))
+    logs = [
+        [(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(place / name)]
+        for name in ("whole", "part")
+    ]
+    assert logs[0] == logs[1]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
-        (),
-        ("train.ema=0.9",),
-        ("train.optimizer=adafactor",),
-        ("train.optimizer=muon",),
-        ("train.accumulate=3",),
-        ("data.packing=isolated",),
-        ("train.average=2",),
+        "",
+        "train.ema=0.9 train.accumulate=3",
+        "train.optimizer=adafactor data.packing=isolated",
+        "train.optimizer=muon train.average=2",
     ],
-    ids=["plain", "ema", "adafactor", "muon", "accumulate", "isolated", "average"],
 )
 def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings, monkeypatch):
-    seen: list[list[int]] = []
+    seen: dict[str, list[tuple[int, ...]]] = {"whole": [], "part": []}
     build = FixedRows.at
 
     def at(self, index):
         batch = build(self, index)
         if self.training and batch.numbers is not None:
-            seen.append([index, *batch.numbers.flatten().tolist()])
+            side = "part" if (tmp_path / "part").exists() else "whole"
+            seen[side].append((index, *batch.numbers.flatten().tolist()))
         return batch
 
     monkeypatch.setattr(FixedRows, "at", at)
-    whole = run(text, tmp_path / "whole", *settings)
-    order, seen[:] = list(seen), []
-    part = run(text, tmp_path / "part", *settings, stop=StopAt(5))
-    assert part.reason == "stopped" and part.step == 5
-    part = ch.train(resume=tmp_path / "part", stop=StopAt(2))
-    assert part.step == 7
-    done = ch.train(resume=tmp_path / "part")
-    assert (done.reason, done.step) == ("done", 12)
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
-    assert same(weights(tmp_path / "whole" / "last"), weights(tmp_path / "part" / "last"))
+    resumed(text, tmp_path, settings)
     # The batch that was made ready when the stop came is made again.
-    first = {tuple(row): None for row in seen}
-    assert list(first) == [tuple(row) for row in order]
-    logs = [
-        [(line["step"], line.get("loss"), line.get("metrics")) for line in read_log(tmp_path / name)]
-        for name in ("whole", "part")
+    assert list(dict.fromkeys(seen["part"])) == seen["whole"]
+
+
+def test_a_stopped_run_of_numbers_and_of_pairs_goes_on_too(tmp_path):
+    """Numbers in a column without a header; pairs with the reference that their run began with."""
+    rows = [f"{' '.join('abcdefg'[: 1 + i % 7])}\t{(1 + i % 7) / 2}" for i in range(200)]
+    (tmp_path / "numbers.tsv").write_text("\n".join(rows) + "\n")
+    words = ("red", "blue", "green", "black")
+    pairs = [
+        {"prompt": f"say {words[n % 4]}", "chosen": f"{words[n % 4]}!", "rejected": f"not {words[n % 3]}"}
+        for n in range(12)
     ]
-    assert logs[0] == logs[1]
-    assert whole.metrics == done.metrics
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    resumed(
+        tmp_path / "numbers.tsv",
+        tmp_path / "regress",
+        "data.task=regress model.d_model=32 data.batch_size=32",
+        stops=(6,),
+    )
+    resumed(
+        tmp_path / "pairs.jsonl", tmp_path / "prefer", "data.task=prefer model.max_positions=64", stops=(4,)
+    )
 
 
-@pytest.mark.parametrize("tokens", [("tokens.kind=char",), ("tokens.kind=bpe", "tokens.vocab_size=300")])
+@pytest.mark.parametrize("tokens", ["tokens.kind=char", "tokens.kind=bpe tokens.vocab_size=300"])
 def test_a_prompt_begins_as_documents_begin_in_isolated_packing(tmp_path, tokens):
     stories, story = tmp_path / "stories.jsonl", tmp_path / "story.txt"
     stories.write_text('{"text": "the cat sat"}\n{"text": "a dog ran far"}\n' * 30)
     story.write_text("the cat sat")
-    base = run(stories, tmp_path / "base", *tokens, "train.steps=1").model
+    base = run(stories, tmp_path / "base", f"{tokens} train.steps=1").model
     bos, plain = base.special["bos"], base.encode(["the cat sat"])[0]
-    starts = {
-        "new": tokens,
-        "tuned": [f"model.base={base.folder}"],
-        "twice": [f"model.base={tmp_path / 'new'}"],
-    }
+    starts = {"new": tokens, "tuned": f"model.base={base.folder}", "twice": f"model.base={tmp_path}/new"}
     for out, start in starts.items():
-        run(stories, tmp_path / out, *start, "data.packing=isolated", "train.steps=1")
+        run(stories, tmp_path / out, f"{start} data.packing=isolated train.steps=1")
         made = ch.load(tmp_path / out)
         assert made.prompt_ids("the cat sat") == [bos, *plain]
         assert AutoTokenizer.from_pretrained(tmp_path / out)("the cat sat").input_ids == [bos, *plain]
@@ -132,21 +153,9 @@ def test_a_prompt_begins_as_documents_begin_in_isolated_packing(tmp_path, tokens
         )
 
 
-@pytest.mark.ledger("H8")
 def test_lora_and_frozen_layers_resume_too(text, tmp_path):
     base = run(text, tmp_path / "base").folder
-    settings = [
-        f"model.base={base}",
-        "train.lora=2",
-        "train.steps=6",
-        "train.samples=0",
-        "train.validate_every=3",
-        "data.batch_size=4",
-    ]
-    ch.train(text, out=tmp_path / "whole", settings=settings)
-    ch.train(text, out=tmp_path / "part", settings=settings, stop=StopAt(4))
-    ch.train(resume=tmp_path / "part")
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
+    resumed(text, tmp_path, f"model.base={base} train.lora=2", stops=(1, 3))
     before, after = weights(base), weights(tmp_path / "whole")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed and all(name.endswith(("attention.q.weight", "attention.v.weight")) for name in changed)
@@ -186,19 +195,18 @@ def dying(action, folder: Path, left: int):
     return started
 
 
-@pytest.mark.ledger("H8")
 @pytest.mark.slow
 def test_killed_at_ten_moments(text, tmp_path):
     """Kill ten times, each before a file is opened, moved or removed; the end is bit for bit the same."""
     torch.set_num_threads(1)
-    often = ("train.save_every=1", "train.steps=24", "train.keep_last=2")
-    run(text, tmp_path / "whole", *often)
+    often = "train.save_every=1 train.steps=24 train.keep_last=2"
+    run(text, tmp_path / "whole", often)
     folder, moments, steps = tmp_path / "part", random.Random(0), set()
     for _ in range(10):
         ready = newest(folder) is not None
         if not ready:
             shutil.rmtree(folder, ignore_errors=True)
-        action = (lambda: ch.train(resume=folder)) if ready else (lambda: run(text, folder, *often))
+        action = (lambda: ch.train(resume=folder)) if ready else (lambda: run(text, folder, often))
         number = child(dying(action, folder, moments.randint(15, 100)))
         assert os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) == -signal.SIGKILL
         if newest(folder) is not None:
@@ -210,27 +218,12 @@ def test_killed_at_ten_moments(text, tmp_path):
     assert same(weights(tmp_path / "whole" / "last"), weights(folder / "last"))
 
 
-def spawned(command: list[str], said: Path) -> int:
-    """Start a command; what it says goes into a file."""
-    where = (os.POSIX_SPAWN_OPEN, 2, said, os.O_WRONLY | os.O_CREAT, 0o600)
-    given = [sys.executable, "-m", "clearhead", *command]
-    return os.posix_spawn(sys.executable, given, {**os.environ, "OMP_NUM_THREADS": "1"}, file_actions=[where])
-
-
-@pytest.mark.ledger("H8")
-@pytest.mark.parametrize(
-    ("number", "code", "start"),
-    [
-        (signal.SIGINT, 130, spawned),
-        (signal.SIGTERM, 143, lambda command, said: child(lambda: main(command), said)),
-    ],
-    ids=["ctrl-c", "term"],
-)
-@pytest.mark.slow
-def test_the_command_saves_and_says_how_to_go_on(text, tmp_path, number, code, start):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_saves_and_says_how_to_go_on(text, tmp_path, number, code):
     out = tmp_path / "run"
     settings = [part for setting in [*TINY, "train.steps=100000"] for part in ("--set", setting)]
-    process = start(["train", str(text), "--out", str(out), *settings], tmp_path / "said")
+    command = ["train", str(text), "--out", str(out), *settings]
+    process = child(lambda: main(command), tmp_path / "said")
     while newest(out) is None or newest(out).name == "step-0":
         assert os.waitpid(process, os.WNOHANG)[0] == 0
         time.sleep(0.05)
@@ -272,32 +265,11 @@ def test_a_full_disk_leaves_what_was_written_earlier(text, tmp_path, size, step)
 
 def test_a_loss_that_is_not_finite_stops_the_run(text, tmp_path):
     with pytest.raises(ch.TrainingError, match=r"^step \d+: .*(train\.lr|train\.precision)"):
-        run(text, tmp_path / "run", "train.lr=1e20", "train.clip=0", "train.warmup=1", "train.save_every=1")
+        run(text, tmp_path / "run", "train.lr=1e20 train.clip=0 train.warmup=1 train.save_every=1")
     assert all(torch.isfinite(tensor).all() for tensor in weights(tmp_path / "run" / "last").values())
 
 
-@pytest.mark.ledger("H7")
-def test_patience_ends_a_run_and_the_best_is_kept(text, tmp_path):
-    done = run(
-        text,
-        tmp_path / "run",
-        "train.lr=0.5",
-        "train.warmup=1",
-        "train.steps=400",
-        "train.patience=2",
-        "train.keep_best=2",
-    )
-    assert done.reason == "patience" and done.step < 400
-    judged = [line for line in read_log(done.folder) if line["event"] == "validated"]
-    best = min(judged, key=lambda line: line["metrics"]["loss"])
-    assert done.metrics["loss"] == best["metrics"]["loss"] and done.metrics["step"] == best["step"]
-    assert judged[-1]["step"] - best["step"] == 2 * 4
-    assert (done.folder / "best").resolve().name == f"step-{best['step']}"
-    assert same(weights(done.folder), weights(done.folder / "best"))
-    assert len(list((done.folder / "checkpoints").iterdir())) <= 3
-
-
-def test_the_reported_loss_is_the_mean_over_the_whole_validation_text(text, tmp_path):
+def test_the_reported_loss_is_the_mean_over_the_whole_validation_text_and_the_folder_has_all(text, tmp_path):
     done = run(text, tmp_path / "run")
     held = TEXT[int(len(TEXT) * 0.9) :]
     model, ids = done.model.model.double().eval(), done.model.encode([held])[0]
@@ -309,67 +281,30 @@ def test_the_reported_loss_is_the_mean_over_the_whole_validation_text(text, tmp_
         count += row.shape[1] - 1
     assert count == len(ids) - 1
     assert abs(total / count - done.metrics["loss"]) < 1e-5
-
-
-def test_what_a_folder_holds(text, tmp_path):
-    done = run(text, tmp_path / "run")
-    names = {path.name for path in done.folder.iterdir()}
-    assert {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "train.toml",
-        "log.jsonl",
-        "checkpoints",
-        "best",
-        "last",
-        "README.md",
-    } <= names
+    files = "config.json model.safetensors tokenizer.json train.toml log.jsonl checkpoints best last"
+    assert {*files.split()} <= {path.name for path in done.folder.iterdir()}
     card = (done.folder / "README.md").read_text()
     assert f"| loss | {done.metrics['loss']:.4g} |" in card and "| train.steps | 12 |" in card
     assert f"clearhead {done.command}" in card and str(tmp_path) not in card.replace(done.command, "")
     again = ch.read_recipe(done.folder / "train.toml")
     assert again.train.steps == 12 and again.data.task == "lm" and again.model["d_model"] == 16
-    assert ch.Recipe.from_tables({"train": {"steps": 12}}).train.steps == 12
-    lines = [json.loads(line) for line in (done.folder / "log.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if line["event"] == "stepped"] == list(range(1, 13))
+    assert [line["step"] for line in read_log(done.folder) if line["event"] == "stepped"] == [*range(1, 13)]
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (["train.stepz=3"], 'unknown [train] key "stepz" (did you mean "steps"?)'),
-        (["trane.steps=3"], 'unknown section "trane" (did you mean "train"?)'),
-        (["model.d_modl=3"], 'unknown [model] key "d_modl" (did you mean "d_model"?)'),
-        (["train.steps=many"], "steps 'many' is not allowed"),
-        (["train.steps"], "is not understood: write section.key=value"),
-        (["model.base=gtp2"], '"gtp2" is no directory, no GGUF file and no preset (did you mean "gpt2"?)'),
-        (
-            ["model.base=t5-small"],
-            "base t5-small has family encoder-decoder and reads tokens, and task lm needs family decoder",
-        ),
-        (["tokens.vocab_size=2000000", "tokens.kind=bpe"], "vocab_size 2000000 must lie between 1 and"),
-        (["train.freeze=encodr.*"], 'train.freeze "encodr.*" names no parameter'),
-        (["train.lora=4"], "train.lora 4 updates a trained model"),
-        (["train.device=tpu"], 'device "tpu"'),
+        ("model.base=gtp2", '"gtp2" is no directory, no GGUF file and no preset (did you mean "gpt2"?)'),
+        ("model.base=t5-small", "has family encoder-decoder and reads tokens, and task lm needs"),
+        ("tokens.vocab_size=2000000 tokens.kind=bpe", "vocab_size 2000000 must lie between 1 and"),
+        ("train.freeze=encodr.*", 'train.freeze "encodr.*" names no parameter'),
+        ("train.device=tpu", 'device "tpu"'),
     ],
 )
 def test_a_wrong_recipe_is_one_line(text, tmp_path, change, line):
     with pytest.raises(ch.ClearheadError) as caught:
-        run(text, tmp_path / "run", *change)
+        run(text, tmp_path / "run", change)
     assert line in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_folder_with_a_run_is_not_overwritten(text, tmp_path):
-    run(text, tmp_path / "run", stop=StopAt(4))
-    with pytest.raises(ch.CheckpointError, match="holds another run: go on with clearhead train --resume"):
-        run(text, tmp_path / "run")
-    assert run(text, tmp_path / "run", overwrite=True).step == 12
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ch.CheckpointError, match="is not empty and holds no run"):
-        run(text, tmp_path / "mine", overwrite=True)
-    assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
 def test_data_that_changed_or_vanished(text, tmp_path):
@@ -388,7 +323,6 @@ def refuse_to_compile(graph, inputs):
     raise RuntimeError("there is no compiler here\nand more")
 
 
-@pytest.mark.ledger("H5")
 @pytest.mark.parametrize("backend", ["eager", refuse_to_compile])
 @pytest.mark.slow
 def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend):
@@ -400,20 +334,13 @@ def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend
     data.write_text("".join(f"{'good' if i % 2 else 'bad'} film {i}\t{i % 2}\n" for i in range(40)))
     plain = torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda model: plain(model, backend=backend))
-    said: list[str] = []
-    run(
-        data,
-        tmp_path / "a",
-        "train.compile=true",
-        on_event=lambda event: said.append(str(getattr(event, "line", ""))),
-    )
-    run(data, tmp_path / "b", "train.compile=false")
-    found, plainly = weights(tmp_path / "a"), weights(tmp_path / "b")
-    assert (
-        same(found, plainly)
-        if callable(backend)
-        else max(worst(found[name], plainly[name]) for name in found) < 1e-4
-    )
+    said = Notes()
+    run(data, tmp_path / "a", "train.compile=true train.steps=4", on_event=said)
+    run(data, tmp_path / "b", "train.compile=false train.steps=4")
+    found, reference = weights(tmp_path / "a"), weights(tmp_path / "b")
+    if callable(backend):
+        assert same(found, reference)
+    assert max(worst(found[name], reference[name]) for name in found) < 1e-4
     assert "compiling the model, which takes a moment" in said
     refused = [line for line in said if line.startswith("not compiled, and slower for it: ")]
     assert len(refused) == (backend != "eager") and not any("\n" in line for line in refused)
@@ -422,19 +349,14 @@ def test_where_compiling_fails_a_run_does_without(tmp_path, monkeypatch, backend
 # Longer runs ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("more", [(), ("train.ema=0.9",)], ids=["plain", "ema"])
-def test_a_finished_run_made_longer_is_a_run_that_long(text, tmp_path, more):
+def test_a_finished_run_made_longer_is_a_run_that_long(text, tmp_path):
     """Bit for bit, where the rate of a step does not depend on the number of steps; otherwise it is said."""
-    settings = ("train.schedule=constant", "train.warmup=2", *more)
-    run(text, tmp_path / "whole", *settings)
-    run(text, tmp_path / "part", *settings, "train.steps=8")
-    lines: list[str] = []
-    done = ch.train(
-        resume=tmp_path / "part",
-        settings=["train.steps=12"],
-        on_event=lambda event: lines.append(getattr(event, "line", "")),
-    )
-    assert (done.reason, done.step) == ("done", 12) and "in place of" not in " ".join(lines)
+    constant = "train.schedule=constant train.warmup=2 train.ema=0.9"
+    run(text, tmp_path / "whole", constant)
+    run(text, tmp_path / "part", f"{constant} train.steps=8")
+    notes = Notes()
+    done = ch.train(resume=tmp_path / "part", settings=["train.steps=12"], on_event=notes)
+    assert (done.reason, done.step) == ("done", 12) and "in place of" not in " ".join(notes)
     assert same(weights(tmp_path / "whole" / "last"), weights(tmp_path / "part" / "last"))
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "part"))
     toml = [(tmp_path / name / "train.toml").read_text() for name in ("whole", "part")]
@@ -442,17 +364,9 @@ def test_a_finished_run_made_longer_is_a_run_that_long(text, tmp_path, more):
     with pytest.raises(ch.InputError, match=r"train.steps 3 is less than the 12 steps that are done"):
         ch.train(resume=tmp_path / "part", settings={"train.steps": 3})
     assert (tmp_path / "part" / "train.toml").read_text() == toml[0]
-
-
-def test_a_schedule_that_depends_on_the_length_is_said(text, tmp_path):
-    run(text, tmp_path / "part", "train.steps=4")
-    lines: list[str] = []
-    ch.train(
-        resume=tmp_path / "part",
-        settings=["train.steps=6"],
-        on_event=lambda event: lines.append(getattr(event, "line", "")),
-    )
-    assert any("6 steps in place of 4: the cosine rate of steps" in line for line in lines), lines
+    run(text, tmp_path / "cosine", "train.steps=4")
+    ch.train(resume=tmp_path / "cosine", settings=["train.steps=6"], on_event=notes)
+    assert any("6 steps in place of 4: the cosine rate of steps" in line for line in notes), notes
 
 
 @pytest.mark.slow
@@ -478,3 +392,49 @@ def test_a_short_run_validates_once_and_keeps_one_optimizer(text, tmp_path):
     files = {str(path.relative_to(out)) for path in out.glob("checkpoints/*/training.*")}
     assert files == {"checkpoints/step-3/training.safetensors", "checkpoints/step-3/training.json"}
     assert done.metrics["step"] < 3 and ch.train(resume=out).step == 3
+
+
+SETTINGS = {
+    **{"model.d_model": 8, "model.n_layers": 1, "model.n_heads": 2, "train.steps": 6, "train.save_every": 2},
+    **{"train.samples": 0, "train.log_every": 1, "train.validate_every": 6, "train.device": "cpu"},
+}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """The checkpoint of step 2 is held up until step 3 is done, and holds the weights of step 2."""
+    (tmp_path / "a.txt").write_text("one two three four five\n" * 60)
+    real, go_on, events = loop.save_checkpoint, threading.Event(), []
+
+    def held_up(folder: Path, taken: Any, group: Any) -> Path:
+        assert taken.state.step != 2 or go_on.wait(60)
+        return real(folder, taken, group)
+
+    def on_event(event: object) -> None:
+        events.append(event)
+        if isinstance(event, Stepped) and event.step == 3:
+            go_on.set()
+
+    monkeypatch.setattr(loop, "save_checkpoint", held_up)
+    settings = {**SETTINGS, "train.keep_last": 9, "train.schedule": "constant", "train.warmup": 0}
+    ch.train(tmp_path / "a.txt", out=tmp_path / "long", settings=settings, on_event=on_event)
+    order = [(type(one).__name__, one.step) for one in events if isinstance(one, Saved | Stepped)]
+    assert order.index(("Stepped", 3)) < order.index(("Saved", 2)) < order.index(("Saved", 4))
+    ch.train(tmp_path / "a.txt", out=tmp_path / "short", settings={**settings, "train.steps": 2})
+    short, long = (ch.load(tmp_path / name / "checkpoints" / "step-2").model for name in ("short", "long"))
+    assert all(a.equal(b) for a, b in zip(short.parameters(), long.parameters()))
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("one two three four five\n" * 60)
+    real = loop.save_checkpoint
+
+    def full(folder: Path, taken: Any, group: Any) -> Path:
+        if taken.state.step == 4:
+            raise CheckpointError("no space left")
+        return real(folder, taken, group)
+
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    with pytest.raises(CheckpointError, match="no space left"):
+        ch.train(tmp_path / "a.txt", out=tmp_path / "run", settings=SETTINGS)
+    found = newest(tmp_path / "run")
+    assert found is not None and found.name == "step-2"

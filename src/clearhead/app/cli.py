@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NoReturn, TextIO, get_args, get_origin, get_type_hints
 
 import clearhead
-from clearhead.app.commands import COMMANDS, GROUPS
-from clearhead.app.views import ROWS, imported
+from clearhead.app.views import COMMANDS, GROUPS
 from clearhead.errors import ClearheadError, nearest
 from clearhead.learn.parallel import first_here, started
 
@@ -46,8 +45,8 @@ TOGETHER = ("train", "generate")  # commands that several processes share
 
 def main(arguments: list[str] | None = None) -> None:
     """Run one command. A mistake of the user's is one line on stderr and exit code 2."""
-    given = sys.argv[1:] if arguments is None else arguments
-    name = given[0] if given else ""
+    argv = sys.argv[1:] if arguments is None else arguments
+    name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(list_commands(bold=sys.stdout.isatty()))
     elif name == "--completion":
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(2)
         _stop(f"{name} runs in one process: start it without torchrun, which is for {' and '.join(TOGETHER)}")
     elif name in COMMANDS:
-        _run(name, given[1:])
+        _run(name, argv[1:])
     elif not name:
         print(list_commands(bold=sys.stderr.isatty()), file=sys.stderr)
         sys.exit(2)
@@ -85,7 +84,11 @@ def list_commands(bold: bool = False) -> str:
 def _run(name: str, arguments: list[str]) -> None:
     """Parse the arguments of one command and run it."""
     try:
-        run = _parsed(name, arguments)
+        gc.disable()  # reading the options makes many objects and hardly any garbage
+        try:
+            run = _parsed(name, arguments)
+        finally:
+            gc.enable()
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             run()
@@ -102,17 +105,6 @@ def _run(name: str, arguments: list[str]) -> None:
         sys.exit(130)
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Collect no garbage meanwhile: reading the options makes many objects and hardly any garbage."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@_uncollected()
 def _parsed(name: str, arguments: list[str]) -> Callable[[], None]:
     """Return the command with its arguments, ready to run."""
     import tyro
@@ -120,7 +112,7 @@ def _parsed(name: str, arguments: list[str]) -> Callable[[], None]:
     from clearhead.app.commands.common import command_of
 
     config = (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-    command = command_of(name) if name in ROWS else imported(f"clearhead.app.{COMMANDS[name].target}")
+    command = command_of(name)
 
     @functools.wraps(command)
     def parsed(*given: Any, **options: Any) -> Callable[[], None]:
@@ -137,7 +129,9 @@ def _parsed(name: str, arguments: list[str]) -> Callable[[], None]:
         if unknown:
             raise SystemExit(2)
     except SystemExit:  # help, or a mistake: an option that does not exist is named before anything else
-        helping = {"-h", "--help"} & {*arguments} or any(one.startswith("--tyro") for one in arguments)
+        helping = {"-h", "--help"} & {*arguments} or any(
+            argument.startswith("--tyro") for argument in arguments
+        )
         if not helping:
             _check_options(name, arguments, command)
         run = parse(arguments)

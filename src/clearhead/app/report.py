@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import clearhead as ch
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from clearhead.learn.evaluation.metrics import ClassCounts
 
 Cell = str | Sequence[str | tuple[str, str]]  # text, or pieces of it, each plain or with its style
+Column = str | Callable[[Any], Cell]  # how an item is written in a column, such as "{.loss:.4f}"
 SHADES = " .:-=+*#%@"
 PARTS = ("embedding", "positions", "attention", "cross", "feedforward", "norms", "head", "total")
 MATRIX, MISTAKES = 8, 10  # classes of a matrix in the terminal; mistakes listed where there are more
@@ -43,7 +44,7 @@ def table(
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(
+    table = Table(
         title=Text(title) if title else None,
         title_justify="left",
         caption=None if caption is None else Text(caption),
@@ -52,13 +53,28 @@ def table(
     )
     for heading in headings:
         right = heading.startswith(">")
-        made.add_column(heading.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+        table.add_column(heading.removeprefix(">"), justify="right" if right else "left", overflow="fold")
     for cells in (list(row) for row in rows):
         if cells:
-            made.add_row(*(Text(cell) if isinstance(cell, str) else Text.assemble(*cell) for cell in cells))
+            table.add_row(*(Text(cell) if isinstance(cell, str) else Text.assemble(*cell) for cell in cells))
         else:
-            made.add_section()
-    return made
+            table.add_section()
+    return table
+
+
+def listing(
+    title: str,
+    columns: Mapping[str, Column],
+    items: Iterable[Any],
+    caption: str | None = None,
+    **style: Any,
+) -> Table:
+    """Return a table with a row for each item, from its columns by their headings; else as `table`."""
+    rows = (
+        [form.format(item) if isinstance(form, str) else form(item) for form in columns.values()]
+        for item in items
+    )
+    return table(title, columns, rows, caption, **style)
 
 
 def count(number: float) -> str:
@@ -106,18 +122,14 @@ def cost_table(figures: ch.Cost, name: str) -> Table:
 
 def check_table(checks: Sequence[ch.Check]) -> Table:
     """Show one line for each check: the largest difference, the tolerance, the verdict, the time."""
-    rows = (
-        (
-            check.name,
-            "" if check.difference is None else f"{check.difference:.1e}",
-            f"{check.tolerance:.0e}",
-            [VERDICTS[check.verdict]],
-            f"{check.seconds * 1000:.0f}",
-        )
-        for check in checks
-    )
-    headings = ("check", ">difference", ">allowed", "verdict", ">ms")
-    return table("equality checks", headings, rows, box=None, padding=(0, 1, 0, 0))
+    columns: dict[str, Column] = {
+        "check": "{.name}",
+        ">difference": lambda check: "" if check.difference is None else f"{check.difference:.1e}",
+        ">allowed": "{.tolerance:.0e}",
+        "verdict": lambda check: [VERDICTS[check.verdict]],
+        ">ms": lambda check: f"{check.seconds * 1000:.0f}",
+    }
+    return listing("equality checks", columns, checks, box=None, padding=(0, 1, 0, 0))
 
 
 def check_details(checks: Sequence[ch.Check], every: bool) -> list[str]:
@@ -139,8 +151,8 @@ def score_table(result: ch.Score, words: Sequence[str]) -> Table:
 def class_table(result: ch.Classification) -> Table:
     """Show every class with its probability, the best first."""
     ranked = sorted(result.scores.items(), key=lambda score: -score[1])
-    rows = ((label, f"{value:.4f}") for label, value in ranked)
-    return table(f"{result.label}: {result.probability:.4f}", ("class", ">probability"), rows)
+    title = f"{result.label}: {result.probability:.4f}"
+    return listing(title, {"class": "{[0]}", ">probability": "{[1]:.4f}"}, ranked)
 
 
 def confusion_tables(counts: ClassCounts) -> list[Table]:
@@ -149,11 +161,11 @@ def confusion_tables(counts: ClassCounts) -> list[Table]:
     few = len(labels) <= MATRIX
     figures = (
         (
-            f"{number} {one.label}" if few else one.label,
-            *(f"{value:.4f}" for value in (one.precision, one.recall, one.f1)),
-            f"{one.examples:,}",
+            f"{number} {figure.label}" if few else figure.label,
+            *(f"{value:.4f}" for value in (figure.precision, figure.recall, figure.f1)),
+            f"{figure.examples:,}",
         )
-        for number, one in enumerate(counts, start=1)
+        for number, figure in enumerate(counts, start=1)
     )
     classes = table("classes", ("class", ">precision", ">recall", ">F1", ">examples"), figures)
     if few:  # by their numbers: names would leave no room for the counts
@@ -161,19 +173,19 @@ def confusion_tables(counts: ClassCounts) -> list[Table]:
         headings = ("class", *(f">{number}" for number in range(1, len(labels) + 1)))
         return [classes, table("rows taken for columns", headings, rows)]
     mistakes = sorted(
-        (-count, wanted, said)
+        (-count, wanted, predicted)
         for wanted, row in zip(labels, counts.confusion)
-        for said, count in zip(labels, row)
-        if count and wanted != said
+        for predicted, count in zip(labels, row)
+        if count and wanted != predicted
     )
-    rows = ((wanted, said, str(-count)) for count, wanted, said in mistakes[:MISTAKES])
+    rows = ((wanted, predicted, str(-count)) for count, wanted, predicted in mistakes[:MISTAKES])
     return [classes, table("the most frequent mistakes", ("class", "taken for", ">examples"), rows)]
 
 
 def tag_table(result: ch.Tags) -> Table:
     """Show each word with its tag, then the spans."""
     words, spans = (
-        [(one.text, one.label, f"{one.start}-{one.end}", f"{one.score:.4f}") for one in part]
+        [(span.text, span.label, f"{span.start}-{span.end}", f"{span.score:.4f}") for span in part]
         for part in (result.words, result.spans)
     )
     title = f"{len(words)} words, {len(spans)} spans"
@@ -184,7 +196,10 @@ def fill_table(masks: Sequence[Sequence[ch.Candidate]]) -> Table:
     """Show the candidates of each mask."""
     rows: list[Sequence[str]] = []
     for mask in masks:
-        rows += [(), *((one.token, f"{one.probability:.4f}", one.text) for one in mask)]
+        rows += [
+            (),
+            *((candidate.token, f"{candidate.probability:.4f}", candidate.text) for candidate in mask),
+        ]
     return table("", ("token", ">probability", "text"), rows)
 
 

@@ -12,11 +12,11 @@ from rich.live import Live
 from rich.text import Text
 
 from clearhead.app.report import attention_map, check_table, cost_table
-from clearhead.core.taps import record
 from clearhead.inside.checks import check
 from clearhead.learn.training.events import Event, Stepped, Validated
 from clearhead.learn.training.run import train
 from clearhead.run.api import Model
+from clearhead.variants.contexts import record
 from clearhead.variants.costs import cost
 
 PROSE = {"data.batch_size": 16, "data.max_examples": 200, "train.lr": 3e-3}
@@ -44,8 +44,8 @@ def tour(seed: int = 0, steps: int = 400, folder: Path | None = None) -> None:
     place = folder or Path(tempfile.mkdtemp(prefix="clearhead-demo-"))
     console.rule("1. A small GPT learns the prose of Python's own documentation")
     writer = _train(console, "stdlib-docs", "char-gpt-cpu", place / "writer", PROSE, steps, seed)
-    made = writer.generate(PROMPT, 50, temperature=0.6, seed=seed)
-    console.print(f"\n[bold]{PROMPT}[/bold]", Text(made.text or ""), sep="")
+    sample = writer.generate(PROMPT, 50, temperature=0.6, seed=seed)
+    console.print(f"\n[bold]{PROMPT}[/bold]", Text(sample.text or ""), sep="")
     console.rule("2. An encoder-decoder learns to read dates")
     reader = _train(console, "dates", "seq2seq-dates", place / "reader", DATES, steps * 3 // 2, seed)
     answer = reader.generate(DATE, 12)
@@ -91,9 +91,9 @@ def _show_attention(console: Console, reader: Model, source: str, answer: list[i
     """Show the sharpest cross-attention head as a picture of characters."""
     assert reader.tokenizer is not None
     read = reader.encode([source])[0]
-    fed = [reader.special["decoder_start"], *answer[:-1]]
+    inputs = [reader.special["decoder_start"], *answer[:-1]]
     with torch.no_grad(), record(reader.model, "blocks.*.cross.pattern") as seen:
-        reader.model(torch.tensor([fed]), source=torch.tensor([read]))
+        reader.model(torch.tensor([inputs]), source=torch.tensor([read]))
     heads = [
         (name, head, pattern[0, head]) for name, pattern in seen.items() for head in range(pattern.shape[1])
     ]

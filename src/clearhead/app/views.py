@@ -1,9 +1,9 @@
-"""Analyses: one row each, from which its command, JSON, tables and picture, and its views on the page follow.
+"""Commands: one row each, from which its options, JSON, tables and picture, and its views on the page follow.
 
 A row names a function. Its typed signature gives the arguments of the command, those before `*` without a
-flag; its docstring gives the help of each, under `Args:`, and the examples. It returns a `View`. `--json`,
-`--plot`, `--ids` and the options of loading a model are added by `commands.common.command_of`. An analysis of
-one prompt is shown by the page too, as the command prints and draws it.
+flag; its docstring gives the help of each, under `Args:`, and the examples. Where it returns a `View`,
+`--json`, `--plot`, `--ids` and the options of loading a model are added by `commands.common.command_of`. An
+analysis of one prompt is shown by the page too, as the command prints and draws it.
 
 `clearhead --help` reads this file: it imports no library.
 """
@@ -30,125 +30,152 @@ Repeated = tuple[str, ...]  # in a signature: an option that may be given severa
 OnProgress = Callable[[str, int, int], None]  # in a signature: not an option; told (stage, done, total)
 
 
-class Analysis(NamedTuple):
+class Command(NamedTuple):
     """One row: what `clearhead --help` says, the function, the options it has, its own views on the page."""
 
     summary: str
     target: str  # "module:function" in clearhead.app
-    plot: bool = True  # it can be drawn: --plot
-    loads: tuple[str, ...] = ()  # options of loading the model, beside its directory
+    plot: bool = True  # its View can be drawn: --plot
+    loads: tuple[str, ...] = ()  # options of loading the model, next to its directory
     page: Mapping[str, str] = {}  # by the first word of a path: "module:function" in clearhead.app.explorer
 
     @property
-    def function(self) -> Callable[..., View]:
-        """The function of the analysis."""
-        function: Callable[..., View] = imported(f"clearhead.app.{self.target}")
+    def function(self) -> Callable[..., View | None]:
+        """The function of the command."""
+        function: Callable[..., View | None] = imported(f"clearhead.app.{self.target}")
         return function
 
-    @property
-    def parameters(self) -> list[inspect.Parameter]:
-        """The parameters of the function; annotations are text."""
-        return list(inspect.signature(self.function).parameters.values())
+
+def _of_run(*names: str) -> dict[str, str]:
+    """Return the views of the page that are methods of `PageRun`, under their own names."""
+    return {name: f"views:PageRun.{name}" for name in names}
 
 
 TOKENIZER = ("tokenizer",)
 PLACED = ("tokenizer", "device")
-ANALYSES: dict[str, dict[str, Analysis]] = {  # by the group of the command
+GROUPS: dict[str, dict[str, Command]] = {
     "train": {
-        "eval": Analysis(
+        "demo": Command("take the tour: train, generate, look inside, check", "commands.models:demo"),
+        "train": Command("train a model from your own files", "commands.train:train", plot=False),
+        "align": Command(
+            "train CLIP or SigLIP from captioned pictures",
+            "commands.train:align",
+            plot=False,
+            loads=("device",),
+        ),
+        "eval": Command(
             "measure a model on data it has not seen", "commands.train:evaluate", loads=("device", "dtype")
         ),
-        "long": Analysis(
+        "long": Command(
             "measure a language model on long contexts",
             "commands.measure:long",
             loads=("tokenizer", "device", "dtype"),
         ),
+        "lab": Command(
+            "run an experiment: train, measure, draw, conclude", "commands.models:lab", plot=False
+        ),
+    },
+    "use": {
+        "generate": Command("continue a text", "commands.use:generate"),
+        "chat": Command("talk with a model in the terminal", "commands.chat:chat"),
+        "translate": Command("translate a text, with an encoder-decoder", "commands.use:translate"),
+        "transcribe": Command("transcribe a sound file (speech recognition)", "commands.speech:transcribe"),
+        "classify": Command("classify a text, a pair of texts or an image", "commands.use:classify"),
+        "predict": Command("predict a number for a text or a pair of texts", "commands.use:predict"),
+        "tag": Command("tag each word of a text, and find the spans", "commands.use:tag"),
+        "fill": Command("fill in the masked words of a text", "commands.use:fill"),
+        "answer": Command("find the answer to a question in a text", "commands.retrieve:answer"),
+        "embed": Command("embed a text or an image as one vector", "commands.use:embed"),
+        "rerank": Command(
+            "rerank texts by how well they answer a query",
+            "commands.retrieve:rerank",
+            plot=False,
+            loads=("device",),
+        ),
+        "score": Command("score a text: log-probability and perplexity", "commands.use:score"),
+        "index": Command("index the passages of files, for search", "commands.retrieve:index", plot=False),
+        "search": Command("find the passages nearest to a query", "commands.retrieve:search"),
+    },
+    "serve": {
+        "serve": Command("serve models over HTTP, as OpenAI's API", "commands.serve:serve"),
+        "batch": Command("batch inference: answer a file of requests", "commands.serve:batch"),
     },
     "look inside": {
-        "tokens": Analysis(
-            "see how a text becomes tokens",
+        "explore": Command("open the explorer: inspect a model in the browser", "commands.models:explore"),
+        "tokens": Command(
+            "tokenize a text, stage by stage",
             "commands.prompts:tokens",
             plot=False,
-            page={"stages": "views:PageRun.stages"},
+            page=_of_run("stages"),
         ),
-        "trace": Analysis(
+        "trace": Command(
             "follow the forward pass, step by step",
             "commands.prompts:trace",
             plot=False,
             loads=TOKENIZER,
-            page={"trace": "views:PageRun.trace", "step": "views:PageRun.step"},
+            page=_of_run("trace", "step"),
         ),
-        "attention": Analysis(
-            "see where each head looks",
+        "attention": Command(
+            "show the attention of each head",
             "commands.prompts:attention",
             loads=TOKENIZER,
-            page={
-                "attention": "views:PageRun.attention",
-                "thumbnails": "views:PageRun.thumbnails",
-                "rollout": "views:PageRun.rollout",
-                "stops": "views:PageRun.stops",
-                "looks": "views:PageRun.looks",
-            },
+            page=_of_run("attention", "thumbnails", "rollout", "stops", "looks"),
         ),
-        "heads": Analysis("find out what each head does", "commands.learned:heads", loads=PLACED),
-        "lens": Analysis(
-            "see what the model would say after each layer",
+        "heads": Command("name the role of each attention head", "commands.learned:heads", loads=PLACED),
+        "lens": Command(
+            "logit lens: the prediction after each layer",
             "commands.prompts:lens",
             loads=TOKENIZER,
-            page={
-                "lens": "views:PageRun.lens",
-                "said": "views:PageRun.said",
-                "followed": "views:PageRun.followed",
-                "next": "views:PageRun.next",
-                "contributions": "views:PageRun.contributions",
-                "paths": "views:PageRun.paths",
-            },
+            page=_of_run("lens", "said", "followed", "next", "contributions", "paths"),
         ),
-        "memories": Analysis(
-            "see what fires each neuron, and what it promotes",
+        "memories": Command(
+            "show what activates each neuron, and what it promotes",
             "commands.learned:memories",
             page={"neurons": "interventions:neurons"},
         ),
-        "geometry": Analysis(
-            "see where words and positions stand",
+        "geometry": Command(
+            "map token and position embeddings",
             "commands.learned:geometry",
             page={"map": "interventions:word_map", "similar": "interventions:similar"},
         ),
-        "probe": Analysis("measure what can be read off each layer", "commands.learned:probe", loads=PLACED),
-        "patch": Analysis(
-            "find the layer and token that carry the answer",
+        "probe": Command("train linear probes on each layer", "commands.learned:probe", loads=PLACED),
+        "patch": Command(
+            "activation patching: which layer and token carry the answer",
             "commands.prompts:patch",
             loads=TOKENIZER,
             page={"patch": "interventions:patches"},
         ),
-        "ablate": Analysis(
-            "see what a model does without some of its parts",
+        "ablate": Command(
+            "ablate heads, layers and feed-forwards",
             "commands.parts:ablate",
             page={"effects": "interventions:effects", "occlusion": "interventions:occluded"},
         ),
-        "prune": Analysis("remove heads, and save the smaller model", "commands.parts:prune"),
+        "prune": Command("prune heads, and save the smaller model", "commands.parts:prune"),
     },
     "prove": {
-        "check": Analysis(
+        "check": Command(
             "run the equality suite on a model, here", "commands.measure:check", plot=False, loads=("device",)
         ),
     },
     "models": {
-        "cost": Analysis(
+        "cost": Command(
             "count parameters, FLOPs and memory from a config", "commands.measure:cost", plot=False
         ),
-        "bench": Analysis(
-            "time a model here, next to what else is installed",
+        "bench": Command(
+            "benchmark a model versus other installed programs",
             "commands.measure:bench",
             loads=("tokenizer", "device", "dtype", "quantize"),
         ),
-        "plan": Analysis("find the mesh of devices to train a model on", "commands.measure:plan"),
-        "quantize": Analysis(
-            "round weights to 8 or 4 bits, and say what that cost", "commands.parts:quantize", loads=PLACED
+        "plan": Command("plan distributed training: the fastest mesh, memory, time", "commands.measure:plan"),
+        "quantize": Command(
+            "quantize weights to int8 or int4, and measure the loss", "commands.parts:quantize", loads=PLACED
+        ),
+        "convert": Command(
+            "save a model for Hugging Face, GGUF or ONNX", "commands.models:convert", plot=False
         ),
     },
 }
-ROWS = {name: row for rows in ANALYSES.values() for name, row in rows.items()}
+COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 @dataclass(frozen=True)
@@ -190,10 +217,10 @@ class ModelArgument:
 def imported(target: str) -> Any:
     """Return the function that "module:function" or "module:Class.method" names."""
     module, _, names = target.partition(":")
-    found = importlib.import_module(module)
+    value = importlib.import_module(module)
     for name in names.split("."):
-        found = getattr(found, name)
-    return found
+        value = getattr(value, name)
+    return value
 
 
 def drawing(target: str, *shown: Any) -> Callable[[], Any]:
@@ -207,11 +234,15 @@ def drawing(target: str, *shown: Any) -> Callable[[], Any]:
 def of_prompts() -> dict[str, str]:
     """Return the analyses of one prompt by name, each with its summary: the page shows them as they are."""
     needed = {
-        name: [one.annotation for one in row.parameters if one.default is one.empty]
-        for name, row in ROWS.items()
+        name: [param.annotation for param in _parameters(row.function) if param.default is param.empty]
+        for name, row in GROUPS["look inside"].items()
     }
     prompt = ["ModelArgument", "Prompt"]
-    return {name: ROWS[name].summary for name, annotations in needed.items() if annotations == prompt}
+    return {name: COMMANDS[name].summary for name, annotations in needed.items() if annotations == prompt}
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
 
 
 def prompt_view(run: Any, name: str) -> dict[str, Any]:
@@ -220,11 +251,11 @@ def prompt_view(run: Any, name: str) -> dict[str, Any]:
         raise InputError(
             f'no analysis of a prompt is called "{name[:40]}": there are {", ".join(of_prompts())}'
         )
-    function = ROWS[name].function
-    view = function(ModelArgument(run.m.folder or Path("model"), lambda: run.m), run.prepared)
+    view = COMMANDS[name].function(ModelArgument(run.m.folder or Path("model"), lambda: run.m), run.prepared)
+    assert view is not None
     return {
         "name": name,
-        "summary": ROWS[name].summary,
+        "summary": COMMANDS[name].summary,
         "parts": [_plain_part(part) for part in view.parts],
         "picture": None if view.draw is None else _svg(view.draw),
     }
@@ -268,17 +299,19 @@ def page_view(run: Any, path: str) -> Any:
     kind, *words = name.split("/")
     if kind == "analysis" and words:
         return finite(prompt_view(run, words[0]))
-    targets = {word: target for row in ROWS.values() for word, target in row.page.items()}
+    targets = {word: target for row in COMMANDS.values() for word, target in row.page.items()}
     function = imported(f"clearhead.app.explorer.{targets[kind]}") if kind in targets else None
-    taken = list(inspect.signature(function).parameters.values())[1:] if function else []
-    needed = [one for one in taken if one.default is one.empty]
+    taken = _parameters(function)[1:] if function else []
+    needed = [param for param in taken if param.default is param.empty]
     if function is None or len(words) < len(needed):
         raise InputError(
             f'there is no view "{path[:80]}"{nearest(kind, targets)}: views are {", ".join(targets)}'
         )
-    texts = {one.name: word for one, word in zip(needed, words)}
-    texts |= {one.name: stated[one.name] for one in taken if one.name in stated and one not in needed}
-    kinds = {one.name: str(one.annotation) for one in taken}
+    texts = {param.name: word for param, word in zip(needed, words)}
+    texts |= {
+        param.name: stated[param.name] for param in taken if param.name in stated and param not in needed
+    }
+    kinds = {param.name: str(param.annotation) for param in taken}
     return finite(function(run, **{name: _read(kinds[name], text) for name, text in texts.items()}))
 
 

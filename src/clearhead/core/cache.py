@@ -1,41 +1,63 @@
 """The key/value cache: the keys and values of earlier tokens, handed in with each call and extended by it.
 
-`Cache` grows as needed, or reserves room at first and allocates nothing more. Other forms have the same
-interface: `WindowCache` keeps at most a window of keys in the layers that have one, `StreamCache` the first
-tokens and the last ones (`variants.caches`), and `FixedCache` has buffers of one size, for compiled steps.
-The model calls `begin` before its first layer and `advance` after its last.
+A `Cache` counts tokens; each layer keeps keys or a state in the way that `Cache.policy` chooses from its kind
+of attention. `Cache` grows as needed, or reserves room at first and allocates nothing more. Other forms have
+other policies: `WindowCache` keeps at most a window of keys in the layers that have one, `StreamCache` the
+first tokens and the last ones (`variants.caches`), and `FixedCache` has buffers of one size, for compiled
+steps. The model calls `begin` before its first layer and `advance` after its last.
 
 Keys are written in place: a cache is for inference, and gradients do not flow through it.
 
 Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
 """
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from clearhead.core.config.kinds import Kind
-from clearhead.core.masks import Slots, Tokens, join
+from clearhead.core.config.registry import Registry
+from clearhead.core.masks import Tokens, join
 from clearhead.errors import InputError, refuse
 
 
 class LayerKeys:
-    """The keys and values of one attention, each [B, K, S, E], or None before the first call."""
+    """The keys and values of one attention, each [B, K, S, E], in buffers with room to spare.
 
-    k: Tensor | None = None
+    Those of a source, which cross-attention reads, are computed by the first call and `known` to later ones.
+    """
+
+    k: Tensor | None = None  # None before the first call
     v: Tensor | None = None
+    known = False  # whether attention reads these alone, and computes no keys
     steps_back = True  # whether the last tokens can be forgotten again
     bounded = False  # whether it keeps no more for a longer sequence
 
+    def __init__(self, cache: "Cache", of_source: bool = False) -> None:
+        self.cache, self.of_source = cache, of_source
+
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep those of new tokens; return those of all the tokens that attention may see."""
-        self.k, self.v = k, v
-        return k, v
+        if self.of_source:
+            self.k, self.v, self.known = k, v, True
+            return k, v
+        start, stop = self.cache.length, self.cache.length + k.shape[2]
+        room = max(stop, self.cache.reserve)
+        self.k, self.v = with_room(self.k, k, start, room), with_room(self.v, v, start, room)
+        self.k.narrow(2, start, stop - start).copy_(k.detach() if k.requires_grad else k)
+        self.v.narrow(2, start, stop - start).copy_(v.detach() if v.requires_grad else v)
+        return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Return the buffers of keys and of values."""
         if self.k is None or self.v is None:
             raise InputError("this layer of the cache is empty: run the model with the cache first")
         return self.k, self.v
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all that is kept."""
+        return () if self.k is None or self.v is None else (self.k, self.v)
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`."""
@@ -46,8 +68,10 @@ class LayerKeys:
         """Forget all but `tokens`, those that a cropped cache still has; slots past them are written anew."""
 
 
-class CrossKeys(LayerKeys):
-    """The keys and values of one layer's cross-attention: computed by the first call, read by later ones."""
+# For layers that keep a state, or the latest keys, in place of all keys.
+STATES: Registry[Any] = Registry(
+    {"state": "clearhead.variants.caches:StateKeys", "latest": "clearhead.variants.caches:latest"}
+)
 
 
 class Cache:
@@ -56,17 +80,18 @@ class Cache:
     sinks = 0  # how many of the first tokens move with the last ones
     _visible: Tokens  # those of the cache and of the call in progress
 
-    def __init__(self, reserve: int = 0) -> None:
+    def __init__(self, reserve: int = 0, keys: type[LayerKeys] = LayerKeys) -> None:
+        """Make an empty cache; `keys` is how layers that keep keys store them."""
         wrong = not isinstance(reserve, int) or reserve < 0
         refuse(wrong, f"reserve {reserve!r:.40} is no number of tokens: use Cache(), or Cache(512)")
-        self.reserve = reserve
+        self.reserve, self.keys = reserve, keys
         self.length = 0  # slots filled, padding included
         self.tokens: Tokens | None = None  # the tokens in them
         self.packed = False  # whether the tokens belong to several documents
         self.source: Tokens | None = None  # the tokens that cross-attention reads
-        self.rings: dict[Kind, Slots] = {}  # the tokens in the ring of each kind, where layers have one
+        self.rings: dict[Kind, Tokens] = {}  # the tokens in the ring of each kind, where layers have one
         self.layers: dict[int, LayerKeys] = {}
-        self.cross: dict[int, CrossKeys] = {}
+        self.cross: dict[int, LayerKeys] = {}
         self._count = torch.empty(0, dtype=torch.long)
 
     @property
@@ -82,12 +107,21 @@ class Cache:
     def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the self-attention keys of one layer."""
         if index not in self.layers:
-            self.layers[index] = GrowingKeys(self) if kind.chooses else StateKeys()
+            self.layers[index] = self.policy(index, kind)
         return self.layers[index]
 
-    def cross_layer(self, index: int) -> CrossKeys:
+    def policy(self, index: int, kind: Kind) -> LayerKeys:
+        """Choose how a layer of this kind keeps what it has read."""
+        return cast(LayerKeys, self.keys(self) if kind.chooses else STATES["state"]())
+
+    def cross_layer(self, index: int) -> LayerKeys:
         """Return the cross-attention keys of one layer."""
-        return self.cross.setdefault(index, CrossKeys())
+        return self.cross.setdefault(index, LayerKeys(self, of_source=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the self-attention buffers of all layers, with room to spare."""
+        return sum(x.nbytes for keys in self.layers.values() for x in keys.tensors())
 
     def begin(self, tokens: Tokens) -> None:
         """Prepare for new tokens, before the first layer."""
@@ -98,7 +132,7 @@ class Cache:
         if not (before.plain and tokens.plain):
             return join(before, tokens)
         total, device = self.length + tokens.length, tokens.order.device
-        # Count ahead, so that most steps allocate nothing.
+        # Count further than needed, so that most steps allocate nothing.
         if self._count.shape[0] < total or self._count.device != device:
             self._count = torch.arange(max(2 * total, self.reserve), device=device)
         count = self._count[None, :total]
@@ -117,7 +151,7 @@ class Cache:
         self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
         self.tokens = self._visible
         if not self.tokens.plain and all(keys.bounded for keys in self.layers.values()):
-            self.tokens = latest(self.tokens, max((kind.slots for kind in self.rings), default=1))
+            self.tokens = STATES["latest"](self.tokens, max((kind.slots for kind in self.rings), default=1))
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:
         """Replace row i by row `rows[i]` in every layer; `rows` [B'] may have any length.
@@ -161,50 +195,6 @@ class Cache:
             keys.follow(self.tokens)
 
 
-class StateKeys(LayerKeys):
-    """What a layer keeps in place of keys: tensors of constant size, each with a row per row of the batch."""
-
-    steps_back = False
-    bounded = True
-    state: tuple[Tensor, ...] = ()
-
-    def keep(self, *state: Tensor) -> None:
-        """Keep this state, the answer of the call in progress."""
-        # Copies, since each may be a part of all the states of a pass.
-        self.state = tuple(part.detach().clone() for part in state)
-        self.k = self.v = self.state[0]  # for the number of rows
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.state, self.k, self.v = (), None, None
-
-    def follow(self, tokens: Tokens | None) -> None:
-        """Begin anew where no token is left."""
-        if tokens is None:
-            self.forget()
-
-    def reorder(self, rows: Tensor) -> None:
-        """Replace row i by row `rows[i]`."""
-        if self.state:
-            self.keep(*(part[rows] for part in self.state))
-
-
-class GrowingKeys(LayerKeys):
-    """Keys in a buffer with room to spare."""
-
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new keys and values; return views of the buffers."""
-        start, stop = self.cache.length, self.cache.length + k.shape[2]
-        room = max(stop, self.cache.reserve)
-        self.k, self.v = with_room(self.k, k, start, room), with_room(self.v, v, start, room)
-        self.k.narrow(2, start, stop - start).copy_(k.detach() if k.requires_grad else k)
-        self.v.narrow(2, start, stop - start).copy_(v.detach() if v.requires_grad else v)
-        return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
-
-
 def with_room(buffer: Tensor | None, new: Tensor, filled: int, room: int) -> Tensor:
     """Return `buffer` if it has `room` slots, else a copy with at least twice as many: [B, K, room, E]."""
     slots = 0 if buffer is None else buffer.shape[2]
@@ -215,15 +205,3 @@ def with_room(buffer: Tensor | None, new: Tensor, filled: int, room: int) -> Ten
     if buffer is not None:
         larger[:, :, :filled] = buffer[:, :, :filled]
     return larger
-
-
-def latest(tokens: Tokens, count: int) -> Tokens:
-    """Return the last `count` slots, and before them the last real token of each row to count on from.
-
-    As long as there are no more than twice as many, all are returned.
-    """
-    if tokens.length <= 2 * count:
-        return tokens
-    gone, kept = tokens.map(lambda x: x[:, :-count]), tokens.map(lambda x: x[:, -count:])
-    last = torch.where(gone.real_mask(), gone.order, -1).argmax(1, keepdim=True)  # B 1
-    return join(gone.map(lambda x: x.expand(len(last), -1).gather(1, last)), kept)

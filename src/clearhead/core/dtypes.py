@@ -17,6 +17,6 @@ def precise(x: Tensor) -> Tensor:
 
 
 def uncast(x: Tensor) -> AbstractContextManager[object]:
-    """Return a `with` block in which autocast leaves the products of tensors like `x` in their own dtype."""
+    """Return a `with` block in which autocast leaves matmuls of tensors like `x` in their own dtype."""
     kind = x.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

@@ -1,9 +1,9 @@
-"""Embedding: a front turns ids, patches, vectors or frames into vectors; types and positions are added.
+"""Embedding: a front maps ids, patches, vectors or frames to vectors; types and positions are added.
 
 Shapes: B batch, T length, D model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch.nn.functional as nnf
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from clearhead.core.config import StackSpec
 from clearhead.core.config.registry import Registry
 from clearhead.core.norms import make_norm
-from clearhead.core.steps import INDEX, Pass, Step, linear_step, norm_step
 from clearhead.core.taps import SILENT, Tap
 
 
@@ -29,15 +28,6 @@ class TokenFront(nn.Module):
         x = tap.step("tokens", self.tokens(ids.long()))
         x = tap.step("scaled", x * self.scale) if self.scale != 1 else x
         return x if self.project is None else tap.step("project", self.project(x))
-
-    @staticmethod
-    def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
-        """Yield the table, and what widens it."""
-        V, width, rows = spec.vocab_size, spec.d_embedding, run.batch * length
-        yield Step(f"{name}.tokens", "embedding", V * width, kept=rows * INDEX)
-        if spec.project_tokens:
-            kept = rows * width * run.size
-            yield linear_step(f"{name}.project", "embedding", rows, width, spec.d_model, False, kept=kept)
 
 
 FRONTS: Registry[Any] = Registry(
@@ -83,24 +73,3 @@ class Embedding(nn.Module):
         if self.project is not None:
             x = tap.step("project", self.project(x))
         return nnf.dropout(x, self.dropout, self.training)
-
-
-def embedding_steps(
-    spec: StackSpec, run: Pass, length: int, positions: Iterator[Step], shared: bool
-) -> Iterator[Step]:
-    """Yield the steps of embedding `length` inputs; a `shared` front has its weights counted elsewhere."""
-    name, D, width = f"{spec.prefix}embedding", spec.d_model, spec.d_summed
-    rows = run.batch * spec.n_tokens(length)
-    for step in FRONTS[spec.input].steps(spec, run, f"{name}.front", length):
-        yield step.reused() if shared else step
-    if spec.n_types:
-        yield Step(f"{name}.types", "embedding", spec.n_types * width)
-    yield from positions
-    if spec.embedding_norm:
-        yield norm_step(f"{name}.norm", spec.norm, run, rows, width)
-    if spec.embedding_projection:
-        yield linear_step(
-            f"{name}.project", "embedding", rows, width, D, bias=True, kept=rows * width * run.size
-        )
-    if spec.embedding_dropout:
-        yield Step(f"{name}.dropout", "embedding", kept=rows * D)

@@ -5,8 +5,7 @@ A mixture of experts may take its place: see `variants.routing`.
 Shapes: B batch, T length, D model, F feed-forward width.
 """
 
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from clearhead.core.config import StackSpec
 from clearhead.core.config.registry import Registry
-from clearhead.core.steps import Pass, Step, linear_step
 from clearhead.core.taps import SILENT, Tap
 
 
@@ -78,42 +76,11 @@ class FeedForward(nn.Module):
         """Return the input of the activation and, if gated, its factor: [B, T, D] -> [B, T, F]."""
         return (self.up(x), None) if self.gate is None else (self.gate(x), self.up(x))
 
-    @staticmethod
-    def steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[Step]:
-        """Yield the steps on `rows` tokens."""
-        yield from feedforward_steps(spec, run, name, rows, spec.d_ff)
-
     def _factor(self, up: Tensor, tap: Tap) -> Tensor:
         """Clamp and shift what the gate multiplies: [B, T, F] -> [B, T, F]."""
         if self.clamp is not None:
             up = tap.step("up_clamped", up.clamp(-self.clamp, self.clamp))
         return up if self.shift is None else tap.step("up_shifted", up + self.shift)
-
-
-# What an activation keeps for the backward pass beside its output: its input, but for these.
-ACTIVATION_COPIES = {"relu": 0, "quick_gelu": 2}
-
-
-def feedforward_steps(
-    spec: StackSpec, run: Pass, name: str, rows: int, F: int, copies: int = 1, idle: int = 0
-) -> Iterator[Step]:
-    """Yield the steps of a feed-forward, or of `copies` experts of which a token skips `idle`, on `rows`."""
-    D, bias, wide_values = spec.d_model, spec.feedforward_bias, rows * F * run.size
-
-    def experts(step: Step) -> Step:
-        parameters, weights = copies * step.parameters, copies * step.weights
-        return dataclasses.replace(step, parameters=parameters, weights=weights, idle=idle * step.parameters)
-
-    for projection in ("gate", "up") if spec.gated else ("up",):
-        activated = projection == "gate" or not spec.gated
-        copies_kept = 1 + (ACTIVATION_COPIES.get(spec.activation, 1) if activated else 0)
-        copies_kept += spec.gated_clamp is not None  # the input of the clamp
-        kept = wide_values * copies_kept
-        yield experts(linear_step(f"{name}.{projection}", "feedforward", rows, D, F, bias, kept=kept))
-    if spec.feedforward_dropout:
-        yield Step(f"{name}.dropout", "feedforward", kept=rows * F)
-    kept = wide_values if spec.gated or spec.feedforward_dropout else 0
-    yield experts(linear_step(f"{name}.down", "feedforward", rows, F, D, bias, kept=kept))
 
 
 # What stands in a block after attention: one feed-forward, or several and a router.

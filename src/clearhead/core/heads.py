@@ -1,18 +1,14 @@
-"""Heads turn the last hidden states into what the task asks for.
+"""Heads map the last hidden states to what the task predicts.
 
 Shapes: B batch, T length, D model, V vocabulary, C classes.
 """
 
-import dataclasses
-from collections.abc import Iterator
-
 import torch
-import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core import feedforward, norms
 from clearhead.core.config import HeadSpec
-from clearhead.core.steps import Pass, Step, linear_step, norm_step
+from clearhead.core.config.registry import Registry
 from clearhead.core.taps import SILENT, Tap
 
 
@@ -25,11 +21,6 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map hidden states [B, T, D], of which some are `real` [B, T], to the output of the head."""
         return hidden
-
-    @staticmethod
-    def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """Yield the steps on rows of `tokens` states."""
-        yield from ()
 
 
 class LanguageHead(Head):
@@ -59,79 +50,6 @@ class LanguageHead(Head):
             return logits
         return tap.step("softcapped", self.softcap * torch.tanh(logits / self.softcap))
 
-    @staticmethod
-    def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """Yield the transform, and the product with the table."""
-        rows, D, width, V = run.batch * tokens, spec.d_model, spec.d_embedding, spec.vocab_size
-        if spec.transform or width != D:
-            kept = rows * D * run.size
-            yield linear_step("head.transform", "head", rows, D, width, spec.pooler_bias, kept=kept)
-        if spec.transform:
-            if spec.activation != "relu":
-                yield Step("head.activation", "head", kept=rows * width * run.size)
-            yield norm_step("head.norm", spec.norm, run, rows, width)
-        kept = rows * (width + (V if spec.logit_softcap is not None else 0)) * run.size
-        out = linear_step("head.out", "head", rows, width, V, spec.bias, kept=kept)
-        yield dataclasses.replace(out, parameters=V if spec.bias else 0) if spec.tied else out
-
-
-class PooledHead(Head):
-    """The base of heads that may have a dense layer, an activation and a norm before what they say."""
-
-    def __init__(self, spec: HeadSpec) -> None:
-        super().__init__(spec)
-        D, dense, normed = spec.d_model, spec.pooler != "none", spec.pooler_norm
-        self.pooler = nn.Linear(D, D, bias=spec.pooler_bias) if dense else None
-        self.bend = feedforward.ACTIVATIONS.get(spec.pooler, torch.tanh)
-        self.pooler_norm = norms.make_norm(spec.norm, D) if normed else None
-
-    def bent(self, x: Tensor, tap: Tap) -> Tensor:
-        """Map [..., D] -> [..., D], unchanged where there is no such layer."""
-        if self.pooler is None:
-            return x
-        x = tap.step("bent", self.bend(tap.step("pooler", self.pooler(x))))
-        return x if self.pooler_norm is None else tap.step("pooler_norm", self.pooler_norm(x))
-
-    @staticmethod
-    def bent_steps(spec: HeadSpec, run: Pass, rows: int, kept: int) -> Iterator[Step]:
-        """Yield that layer on `rows` vectors, of which `kept` bytes are held."""
-        if spec.pooler != "none":
-            yield linear_step(
-                "head.pooler", "head", rows, spec.d_model, spec.d_model, spec.pooler_bias, kept=kept
-            )
-        if spec.pooler_norm:
-            yield norm_step("head.pooler_norm", spec.norm, run, rows, spec.d_model)
-
-
-class EmbeddingHead(PooledHead):
-    """One vector for the whole input: pooled, perhaps with a dense layer, perhaps scaled to length one."""
-
-    def __init__(self, spec: HeadSpec) -> None:
-        super().__init__(spec)
-        self.pooling, self.dropout, self.normalise = spec.pooling, spec.dropout, spec.normalise
-
-    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """Map [B, T, D] -> [B, D]."""
-        pooled = self.pool(hidden, real, tap)
-        return tap.step("normalised", nnf.normalize(pooled, dim=-1)) if self.normalise else pooled
-
-    def pool(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """Map [B, T, D] -> [B, D]."""
-        pooled = self.bent(tap.step("pooled", pool(hidden, real, self.pooling)), tap)
-        return nnf.dropout(pooled, self.dropout, self.training)
-
-    @staticmethod
-    def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """Yield the pooler and, for a classifier, the output layer."""
-        B, D = run.batch, spec.d_model
-        copied = spec.pooling == "mean" or (spec.dropout and spec.pooler == "none")
-        read = (B if copied else B * tokens) * D * run.size  # the state of one token is a view: all are kept
-        yield from PooledHead.bent_steps(spec, run, B, read)
-        if spec.pooler != "none":
-            read = B * D * run.size
-        if spec.head == "classifier":
-            yield linear_step("head.out", "head", B, D, spec.n_classes, spec.bias, kept=read)
-
 
 def pool(hidden: Tensor, real: Tensor | None, how: str) -> Tensor:
     """Return the first real token, the mean of real tokens or the last real token: [B, T, D] -> [B, D]."""
@@ -146,59 +64,15 @@ def pool(hidden: Tensor, real: Tensor | None, how: str) -> Tensor:
     return hidden[rows, torch.where(real, slots, 0).amax(1)]
 
 
-class ClassifierHead(EmbeddingHead):
-    """A score for each class of the whole input."""
-
-    def __init__(self, spec: HeadSpec) -> None:
-        super().__init__(spec)
-        self.out = nn.Linear(spec.d_model, spec.n_classes, bias=spec.bias)
-
-    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """Map [B, T, D] -> [B, C]."""
-        return tap.step("out", self.out(self.pool(hidden, real, tap)))
-
-
-class TokenHead(PooledHead):
-    """A score for each class of every token; for spans, the two classes are "begins here" and "ends here"."""
-
-    def __init__(self, spec: HeadSpec) -> None:
-        super().__init__(spec)
-        self.dropout, D, layer = spec.dropout, spec.d_model, spec.head_layer
-        self.activation = feedforward.ACTIVATIONS[spec.activation]
-        self.up = nn.Linear(D, spec.d_ff) if layer else None
-        self.down = nn.Linear(spec.d_ff, D) if layer else None
-        self.norm = norms.make_norm(spec.norm, D) if layer else None
-        self.out = nn.Linear(D, spec.n_classes, bias=spec.bias)
-
-    def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
-        """Map [B, T, D] -> [B, T, C]."""
-        x = nnf.dropout(self.bent(hidden, tap), self.dropout, self.training)
-        if self.up is not None and self.down is not None and self.norm is not None:
-            wide = tap.step("activated", self.activation(tap.step("up", self.up(x))))  # B T F
-            x = tap.step("norm", self.norm(tap.step("added", hidden + tap.step("down", self.down(wide)))))
-        return tap.step("out", self.out(x))
-
-    @staticmethod
-    def steps(spec: HeadSpec, run: Pass, tokens: int) -> Iterator[Step]:
-        """Yield the layer before the output layer, and that."""
-        rows, D, F = run.batch * tokens, spec.d_model, spec.d_ff
-        each = run.size + (1 if spec.dropout else 0)
-        yield from PooledHead.bent_steps(spec, run, rows, 2 * rows * D * run.size)
-        if spec.head_layer:
-            copies = 1 + feedforward.ACTIVATION_COPIES.get(spec.activation, 1)
-            yield linear_step("head.up", "head", rows, D, F, True, kept=rows * D * each)
-            yield linear_step("head.down", "head", rows, F, D, True, kept=rows * F * copies * run.size)
-            yield norm_step("head.norm", spec.norm, run, rows, D)
-            each = run.size
-        yield linear_step("head.out", "head", rows, D, spec.n_classes, spec.bias, kept=rows * D * each)
-
-
-HEADS: dict[str, type[Head]] = {
-    "lm": LanguageHead,
-    "mlm": LanguageHead,
-    "classifier": ClassifierHead,
-    "tagger": TokenHead,
-    "span": TokenHead,
-    "embedding": EmbeddingHead,
-    "none": Head,
-}
+VARIANTS = "clearhead.variants.heads"
+HEADS: Registry[type[Head]] = Registry(
+    {
+        "lm": LanguageHead,
+        "mlm": LanguageHead,
+        "classifier": f"{VARIANTS}:ClassifierHead",
+        "tagger": f"{VARIANTS}:TokenHead",
+        "span": f"{VARIANTS}:TokenHead",
+        "embedding": f"{VARIANTS}:EmbeddingHead",
+        "none": Head,
+    }
+)

@@ -23,7 +23,14 @@ from clearhead.errors import refuse
 
 @dataclass(frozen=True)
 class Tokens:
-    """A row of tokens as masks and positions see it."""
+    """A row of tokens as masks and positions see it.
+
+    For a row of three tokens after one of padding:
+
+        real        False  True  True  True
+        order       0      0     1     2         after five tokens in a cache: 4, 5, 6, 7
+        positions   0      0     1     2         where a call does not give others
+    """
 
     order: Tensor  # B|1 T: how many real tokens stand before this one
     positions: Tensor  # B|1 T
@@ -62,21 +69,6 @@ class Tokens:
     def of_rows(self, rows: Tensor) -> Self:
         """Return the tokens of some rows; where all rows are alike, nothing changes."""
         return self if self.plain else self.map(lambda x: x if x.shape[0] == 1 else x[rows])
-
-
-@dataclass(frozen=True)
-class Slots(Tokens):
-    """The tokens in the slots of a buffer: padding and documents are always spelled out."""
-
-    real: Tensor
-    documents: Tensor
-    plain: bool = False
-
-
-def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:
-    """Return slots that hold no token yet."""
-    zeros = torch.zeros(batch, slots, dtype=torch.long, device=device)
-    return Slots(zeros, zeros.clone(), torch.zeros_like(zeros, dtype=torch.bool), zeros.clone())
 
 
 def tokens_from(
@@ -162,10 +154,8 @@ class Plan(Protocol):
         """Map q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev]."""
 
 
-# What plans the rows of kinds that have a `block_size`, and what a plan costs.
-PLANS: Registry[Callable[..., Any]] = Registry(
-    {"plan": "clearhead.variants.blocks:plan_for", "cost": "clearhead.variants.blocks:block_cost"}
-)
+# What plans the rows of kinds that have a `block_size`.
+PLANS: Registry[Callable[..., Any]] = Registry({"blocks": "clearhead.variants.blocks:plan_for"})
 
 
 @dataclass(frozen=True)
@@ -181,6 +171,12 @@ class View:
     tokens: Tokens | None = None  # the queries, for kinds of attention that ask for more than a mask
     blocks: Plan | None = None  # stands for mask and bias, which `dense` spells out
     dense: Callable[[], "View"] | None = None
+
+    def attended(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, keys: Any, tap: Any, x: Tensor
+    ) -> Tensor:
+        """Attend by `Attention.attend`; where a row has several sequences, each does so by itself."""
+        return attend(q, k, v, self, keys, tap, x)
 
     def described(self) -> Tokens:
         """Return the tokens, which the stack gives to every kind that asks for them."""
@@ -262,17 +258,3 @@ def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens
         return mask
     everything = torch.ones(1, 1, queries.length, keys.length, dtype=torch.bool, device=queries.order.device)
     return everything.tril() if causal else everything
-
-
-def check_runs(*tokens: tuple[Tensor, Tensor]) -> None:
-    """Refuse an id that comes back after another one; `tokens` are ids and which are real, [B|1, T] each."""
-    batch = max(len(ids) for ids, _ in tokens)
-    ids, real = (torch.cat([x.expand(batch, -1) for x in part], dim=1) for part in zip(*tokens))
-    ids = of_real(ids, real)
-    runs, distinct = ((x[:, 1:] != x[:, :-1]).sum(1) for x in (ids, ids.sort(1).values))
-    rows = (runs > distinct).nonzero().flatten().tolist()
-    refuse(
-        rows,
-        f"documents of row {rows and rows[0]} come back to an id after another one: a document is one run of "
-        "equal ids, so give each run its own",
-    )

@@ -9,7 +9,7 @@ Shapes: B batch, T query length, S key length, D model, H heads, E head width, R
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from clearhead.core.config import RopeScaling, StackSpec
 from clearhead.core.config.registry import Registry
 from clearhead.core.dtypes import precise, wide
-from clearhead.core.steps import INDEX, Pass, Step
 from clearhead.core.taps import SILENT, Tap
 
 
@@ -60,11 +59,6 @@ class PositionScheme(nn.Module):
         """Return vectors of distances for attention to meet: positions [B|1, T] and [B|1, S]."""
         return None
 
-    @staticmethod
-    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """Yield the steps of the scheme on rows of `tokens`."""
-        yield from ()
-
 
 class LearnedPositions(PositionScheme):
     """One learned vector per position."""
@@ -76,12 +70,6 @@ class LearnedPositions(PositionScheme):
     def embed(self, positions: Tensor, dtype: torch.dtype, tap: Tap = SILENT) -> Tensor:
         """Look up rows of the table, past its offset."""
         return tap.step("table", self.table(positions + self.spec.position_offset))
-
-    @staticmethod
-    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """Yield the table."""
-        parameters = (spec.max_positions + spec.position_offset) * spec.d_summed
-        yield Step(f"{name}.table", "positions", parameters, kept=tokens * INDEX)
 
 
 class SinusoidalPositions(PositionScheme):
@@ -125,6 +113,11 @@ def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: b
 class RopePositions(PositionScheme):
     """Rotary positions: the angle between a query and a key depends on their distance alone."""
 
+    def __init__(self, spec: StackSpec) -> None:
+        super().__init__(spec)
+        if spec.rope_scaling is not None:
+            SCALINGS[spec.rope_scaling.kind]  # imported now, since passes may be compiled
+
     def rotary(self, positions: Tensor, window: int | None, tap: Tap = SILENT) -> Rotary:
         """Compute angles in float64, cosines and sines in float32; layers with a window may have a base."""
         spec, where, device = self.spec, precise(positions), positions.device
@@ -141,12 +134,6 @@ class RopePositions(PositionScheme):
         if tap.traced:
             tap.step(name, torch.stack(rotary))
         return rotary
-
-    @staticmethod
-    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """Yield cosines and sines, once for each window."""
-        each = 2 * spec.d_rotary * 4 * len(spec.whole_kinds)
-        yield Step(f"{name}.rotary", "positions", kept=tokens * each)
 
 
 def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
@@ -170,50 +157,7 @@ def rope_frequencies(
     plain = base**-pair
     if scaling is None:
         return plain, 1.0
-    trained = scaling.original_positions or max_positions
-    if scaling.kind == "linear":
-        return plain / scaling.factor, 1.0
-    if scaling.kind == "dynamic":  # the base grows with the length, once it passes the trained length
-        length = (positions.max() + 1).clamp(min=trained)
-        growth = scaling.factor * length / trained - (scaling.factor - 1)
-        return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
-    if scaling.kind == "llama3":  # long waves are interpolated, short ones kept, those between blended
-        rotations = trained * plain / (2 * math.pi)  # over the trained length
-        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
-        keep = ((rotations - low) / (high - low)).clamp(0, 1)
-        return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
-    if scaling.kind == "yarn":
-        return _yarn(plain, width, base, scaling, trained)
-    # longrope: each pair has a divisor within the trained length, and one beyond it.
-    stretch = scaling.factor if scaling.factor != 1 else max_positions / trained
-    usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
-    short, long = (plain.new_tensor(divisors) for divisors in (scaling.short_factor, scaling.long_factor))
-    return plain / torch.where(positions.max() + 1 > trained, long, short), scaling.attention_factor or usual
-
-
-def _yarn(plain: Tensor, width: int, base: float, scaling: RopeScaling, trained: int) -> tuple[Tensor, float]:
-    """Keep pairs that turn often, interpolate pairs that turn rarely, with a linear ramp between.
-
-    The factor on cosines and sines comes second.
-    """
-
-    def pair_with(rotations: float) -> float:
-        """Return the index of the pair that makes this many rotations over the trained length."""
-        return width * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
-
-    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
-    if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, width - 1)
-    steps = torch.arange(width // 2, dtype=torch.float64, device=plain.device)
-    interpolate = ((steps - low) / ((high - low) or 0.001)).clamp(0, 1)
-    growth = math.log(max(scaling.factor, 1))
-    factor = 0.1 * growth + 1
-    if scaling.mscale and scaling.mscale_all_dim:
-        factor = (0.1 * scaling.mscale * growth + 1) / (0.1 * scaling.mscale_all_dim * growth + 1)
-    if scaling.attention_factor is not None:
-        factor = scaling.attention_factor
-    return plain / scaling.factor * interpolate + plain * (1 - interpolate), factor
+    return SCALINGS[scaling.kind](plain, base, scaling, max_positions, positions)
 
 
 class AlibiPositions(PositionScheme):
@@ -226,13 +170,6 @@ class AlibiPositions(PositionScheme):
         slopes = alibi_slopes(self.spec.n_heads, distance.device).to(wide_enough)
         return tap.step("bias", (-slopes[:, None, None] * distance[:, None]).to(dtype))
 
-    @staticmethod
-    def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
-        """Yield the bias of all layers; under a causal mask, each layer keeps a masked copy instead."""
-        if not spec.causal:
-            whole = any(window is None or window >= tokens for window in spec.windows)
-            yield Step(f"{name}.bias", "positions", kept=spec.n_heads * tokens**2 * run.size if whole else 0)
-
 
 def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
     """Return 2^(-8/n), 2^(-16/n), ... for the power of two n <= H, then every other slope of 2n: [H]."""
@@ -243,6 +180,10 @@ def alibi_slopes(n_heads: int, device: torch.device | None = None) -> Tensor:
 
 
 VARIANTS = "clearhead.variants.positions"
+# How angles are stretched beyond the trained length: frequencies and a factor, as `rope_frequencies` returns.
+SCALINGS: Registry[Callable[..., tuple[Tensor, float]]] = Registry(
+    {kind: f"{VARIANTS}:{kind}_scaling" for kind in ("linear", "dynamic", "llama3", "yarn", "longrope")}
+)
 POSITIONS: Registry[type[PositionScheme]] = Registry(
     {
         "none": PositionScheme,

@@ -3,22 +3,20 @@
 Shapes: B batch, T query length, S source length, D model, V vocabulary.
 """
 
+import inspect
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.core import checks, heads, masks
-from clearhead.core.attention import KERNELS, Attention
+from clearhead.core import heads, masks
 from clearhead.core.cache import Cache
 from clearhead.core.config import ModelConfig, StackSpec
-from clearhead.core.stack import Memory, Stack, stack_steps
-from clearhead.core.steps import Pass, Step
-from clearhead.core.taps import Tap, tap_for, unwrapped
+from clearhead.core.config.registry import Registry
+from clearhead.core.stack import Inputs, Memory, Stack
+from clearhead.core.taps import Tap, tap_for
 from clearhead.errors import InputError, refuse
 
 
@@ -26,13 +24,13 @@ from clearhead.errors import InputError, refuse
 class Output:
     """What a forward pass returns."""
 
-    logits: Tensor | None  # B T V, or by head: B C, B T C, B T 2, B D; None where none were asked for
+    logits: Tensor | None  # B T V, or by head: B C, B T C, B T 2, B D; None with logits="none"
     hidden: Tensor  # B T D, after the last norm
     memory: Tensor | None = None  # B S D, the encoder's output where there are two stacks
 
     @property
     def required_logits(self) -> Tensor:
-        """The logits; an error where none were asked for."""
+        """The logits; an error where the pass computed none."""
         if self.logits is None:
             raise InputError('this pass was run with logits="none": run it with logits="all" or "last"')
         return self.logits
@@ -42,7 +40,7 @@ class Output:
 torch.utils._pytree.register_dataclass(Output)
 
 
-class Transformer(checks.CalledByName, nn.Module):
+class Transformer(nn.Module):
     """Any model the config can describe. See `forward` for what goes in and `Output` for what comes out."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -56,10 +54,17 @@ class Transformer(checks.CalledByName, nn.Module):
             initialise(self, config)
         self.tie()
 
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model; an argument that goes by another name is refused, in one line with ours."""
+        for name in named:
+            if name not in ARGUMENTS:
+                CHECKS["name"](name, both=len(self.config.stacks) == 2)
+        return super().__call__(*inputs, **named)
+
     def tie(self) -> None:
         """Make shared weights one tensor: the output layer and the token table of the stack that feeds it."""
         out = self.head.out if isinstance(self.head, heads.LanguageHead) else None
-        if isinstance(out, nn.Linear) and self.config.tie_embeddings:  # one of few bits has no parameter
+        if isinstance(out, nn.Linear) and self.config.tie_embeddings:  # a quantized one has no parameter
             out.weight = cast(nn.Embedding, self.main.embedding.front.tokens).weight
 
     @property
@@ -102,21 +107,21 @@ class Transformer(checks.CalledByName, nn.Module):
             global_mask: [B, T] boolean, True = global token, for layers of attention global(...).
             logits: for which positions the head is run; "none" gives None in place of logits.
         """
+        inputs = Inputs(ids, mask, positions, documents, types, prefix, bias, global_mask)
         tap, memory, spec = tap_for(self), None, self.main.spec
         if not torch.compiler.is_compiling():
-            checks.check_call(spec, ids, mask, positions, cache, types, documents, prefix, bias, global_mask)
+            CHECKS["call"](spec, inputs, cache)
             refuse(
                 logits not in ("all", "last", "none"),
                 f'logits "{logits}" is not known: choose all, last or none',
             )
         if self.encoder is not None and self.decoder is not None:
-            memory = self._encode(
-                self.encoder, source, source_mask, source_documents, cache, ids.shape[0], tap
-            )
+            read = None if source is None else Inputs(source, source_mask, documents=source_documents)
+            memory = self._encode(self.encoder, read, cache, ids.shape[0], tap)
         else:
             refuse(source is not None, "source is for a model with an encoder and a decoder: give ids alone")
-        tokens, input_mask = _tokens(spec, ids, mask, positions, documents, cache, "ids")
-        hidden = self.main(ids, tokens, memory, cache, types, prefix, bias, input_mask, global_mask, tap)
+        tokens = _tokens(spec, inputs, cache, "ids")
+        hidden = self.main(inputs, tokens, memory, cache, tap)
         answer, states, real = None, hidden, tokens.real
         if logits == "last" and isinstance(self.head, heads.LanguageHead):
             states, real = heads.pool(hidden, real, "last")[:, None], None
@@ -125,26 +130,19 @@ class Transformer(checks.CalledByName, nn.Module):
         return Output(answer, hidden, memory.hidden if memory is not None else None)
 
     def _encode(
-        self,
-        encoder: Stack,
-        source: Tensor | None,
-        mask: Tensor | None,
-        documents: Tensor | None,
-        cache: Cache | None,
-        batch: int,
-        tap: Tap,
+        self, encoder: Stack, inputs: Inputs | None, cache: Cache | None, batch: int, tap: Tap
     ) -> Memory:
         """Run the encoder, unless an earlier call with this cache has."""
         if cache is not None and cache.source is not None:
             return Memory(None, cache.source)
-        if source is None:
+        if inputs is None:
             raise InputError("this model has an encoder: give source, the ids the encoder reads")
         if not torch.compiler.is_compiling():
-            checks.check_tokens(encoder.spec, source, mask, None, documents, "source")
-            rows = source.shape[0]
+            CHECKS["tokens"](encoder.spec, inputs, "source")
+            rows = inputs.ids.shape[0]
             refuse(rows != batch, f"source has {rows} rows and ids {batch}: give one source per row")
-        tokens, input_mask = _tokens(encoder.spec, source, mask, None, documents, None, "source tokens")
-        hidden = encoder(source, tokens, input_mask=input_mask, tap=tap.part("encoder"))
+        tokens = _tokens(encoder.spec, inputs, None, "source tokens")
+        hidden = encoder(inputs, tokens, tap=tap.part("encoder"))
         if cache is not None:
             cache.source = tokens
         return Memory(hidden, tokens)
@@ -154,81 +152,40 @@ class Transformer(checks.CalledByName, nn.Module):
         return f"{sum(p.numel() for p in self.parameters()):,} parameters"
 
 
-def _tokens(
-    spec: StackSpec,
-    inputs: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    documents: Tensor | None,
-    cache: Cache | None,
-    name: str,
-) -> tuple[masks.Tokens, Tensor | None]:
-    """Return the tokens of a stack, and the mask of its inputs where its front needs it.
+ARGUMENTS = tuple(inspect.signature(Transformer.forward).parameters)[1:]
+# What a call refuses before it computes: inputs that do not fit the model, and arguments by another name.
+CHECKS: Registry[Any] = Registry(
+    {
+        "call": "clearhead.variants.inputs:check_call",
+        "tokens": "clearhead.variants.inputs:check_tokens",
+        "length": "clearhead.variants.inputs:check_length",
+        "name": "clearhead.variants.inputs:refuse_name",
+    }
+)
 
-    An error calls the inputs `name`.
-    """
-    batch, length, input_mask = inputs.shape[0], spec.n_tokens(inputs.shape[1]), None
+
+def _tokens(spec: StackSpec, inputs: Inputs, cache: Cache | None, name: str) -> masks.Tokens:
+    """Return the tokens that a stack makes of its inputs, which an error calls `name`."""
+    mask = inputs.mask
     if spec.input == "frames" and mask is not None:
-        input_mask, mask = mask, mask[:, :: spec.conv_stride]
+        mask = mask[:, :: spec.conv_stride]
     tokens = masks.tokens_from(
-        batch,
-        length,
-        inputs.device,
+        inputs.ids.shape[0],
+        spec.n_tokens(inputs.ids.shape[1]),
+        inputs.ids.device,
         mask,
-        positions,
-        documents,
+        inputs.positions,
+        inputs.documents,
         before=cache.tokens if cache is not None else None,
     )
     if not torch.compiler.is_compiling():
-        checks.check_length(tokens, cache, spec, name)
-    return tokens, input_mask
+        CHECKS["length"](tokens, cache, spec, name)
+    return tokens
 
 
 def shares_front(config: ModelConfig) -> bool:
     """Return True if both stacks read one token table."""
     return len(config.stacks) == 2 and config.stacks[0].input == "tokens" and config.share_embeddings
-
-
-def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int) -> Iterator[Step]:
-    """Yield every step of one forward pass, in order, from the config alone."""
-    lengths, memory = [source_length, length][-len(config.stacks) :], 0
-    for stack, inputs in zip(config.stacks, lengths):
-        yield from stack_steps(stack, run, inputs, memory, stack is config.decoder and shares_front(config))
-        memory = stack.n_tokens(inputs)
-    yield from heads.HEADS[config.readout.head].steps(config.readout, run, memory)
-
-
-@contextmanager
-def _with(parts: list[nn.Module], name: str, value: object) -> Iterator[None]:
-    """Set one attribute of these parts within a `with` block; afterwards restore the value of each."""
-    # By `vars`: a module looks in four places before it sets an attribute, and `generate` does it each time.
-    others = [(vars(part), vars(part)[name]) for part in parts if vars(part)[name] != value]
-    try:
-        for attributes, _ in others:
-            attributes[name] = value
-        yield
-    finally:
-        for attributes, old in others:
-            attributes[name] = old
-
-
-def evaluating(model: nn.Module) -> AbstractContextManager[None]:
-    """Put the model in evaluation mode within a `with` block; afterwards restore the mode of every part."""
-    return _with(list(model.modules()), "training", False)
-
-
-def attending(model: object, kernel: str) -> AbstractContextManager[None]:
-    """Use one kernel in every attention of `model`, or of a part, in a `with` block.
-
-    "fused" is the default, "eager" spells every step out, and "flex" has PyTorch's `flex_attention` attend in
-    long rows of kinds that choose among keys, where it serves (`variants.blocks`). All give the same numbers.
-    """
-    refuse(
-        kernel not in KERNELS,
-        f'no attention kernel is called "{kernel}": choose from {", ".join(KERNELS)}',
-    )
-    parts = (model if isinstance(model, nn.Module) else unwrapped(model)).modules()
-    return _with([part for part in parts if isinstance(part, Attention)], "kernel", kernel)
 
 
 def initialise(model: Transformer, config: ModelConfig) -> None:

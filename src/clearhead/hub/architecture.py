@@ -6,16 +6,17 @@ import functools
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from clearhead.core.config import MOST_LAYERS, MOST_WIDE, ModelConfig, StackSpec
+from clearhead.core.config import MOST_LAYERS, MOST_WIDE, ModelConfig, RopeScaling, StackSpec
 from clearhead.errors import CheckpointError, ConfigError, first_line
-from clearhead.hub.fields import ConfigPart, Json, count_labels
-from clearhead.hub.files import refuse
+from clearhead.hub.fields import ONLY, ConfigPart, Json, count_labels
+from clearhead.hub.files import refuse, refuse_key
 from clearhead.hub.rules import Rule
 from clearhead.hub.weights import Entry
 
@@ -66,17 +67,11 @@ class Architecture:
     def read(self, theirs: Json) -> ModelConfig:
         """Return our config, from a config.json."""
         renamed = {key: theirs[alias] for alias, key in self.aliases.items() if theirs.get(alias) is not None}
-        try:
+        with reading_config():
             values = self._values({**theirs, **renamed})
             check_sizes(values)
             check_common(theirs, values.get("family", "decoder"), self.quantized)
             return ModelConfig(**values)
-        except CheckpointError:
-            raise
-        except ConfigError as error:
-            raise CheckpointError(f"config.json describes a model that cannot be built: {error}") from None
-        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise CheckpointError(f"config.json has a value of the wrong kind: {first_line(error)}") from None
 
     def _values(self, theirs: Json) -> Json:
         values: Json = {}
@@ -125,13 +120,8 @@ class Architecture:
             back = self.read(theirs)
         except (CheckpointError, ConfigError, AssertionError, KeyError, TypeError, ValueError):
             return None
-        names = (each.name for each in dataclasses.fields(ModelConfig))
-        return [
-            f"{name} {getattr(config, name)!r}"
-            for name in names
-            if name not in (*WITHOUT_EFFECT, *self.open)
-            and not _alike(getattr(config, name), getattr(back, name))
-        ]
+        changed = changed_fields(config, back, without=(*WITHOUT_EFFECT, *self.open))
+        return [f"{name} {getattr(config, name)!r}" for name in changed]
 
     def merge(self, config: ModelConfig, theirs: Json) -> ModelConfig:
         """Return our config, as it stands beside a config.json, with what has changed there since.
@@ -143,9 +133,8 @@ class Architecture:
             self.differences(config) is None,
             f"config.json has a section of our own that is no {self.model_type}: remove it",
         )
-        then, now = self.read(self.write(config) or {}), self.read(theirs)
-        names = (each.name for each in dataclasses.fields(ModelConfig))
-        changed = [name for name in names if not _alike(getattr(then, name), getattr(now, name))]
+        now = self.read(theirs)
+        changed = changed_fields(self.read(self.write(config) or {}), now)
         if not changed:
             return config
         return dataclasses.replace(config, **{name: getattr(now, name) for name in changed})
@@ -186,23 +175,43 @@ def check_sizes(values: Json) -> None:
 def check_common(theirs: Json, family: str, quantized: Collection[str]) -> None:
     """Refuse what a config.json of any architecture can state, and transformers heeds, and we do not."""
     layers = theirs.get("per_layer_config")
-    refuse(layers, f"config.json has per_layer_config {str(layers)[:40]}: every layer must have one config")
+    refuse_key(layers, "per_layer_config", layers, "every layer must have one config")
     stored = theirs.get(QUANTIZATION)
-    refuse(
-        stored and not (isinstance(stored, dict) and stored.get("quant_method") in quantized),
-        f"config.json has {QUANTIZATION} {str(stored)[:40]}: "
-        f"weights must be {' or '.join((*quantized, 'floating point'))}",
-    )
+    known = isinstance(stored, dict) and stored.get("quant_method") in quantized
+    allowed = " or ".join((*quantized, "floating point"))
+    refuse_key(stored and not known, QUANTIZATION, stored, f"weights must be {allowed}")
     for key, families in (("is_causal", ("decoder", "encoder-decoder")), (BOTH_KEY, ("encoder-decoder",))):
-        refuse(
-            family in families and not theirs.get(key, True),
-            f"config.json has {key} {theirs.get(key)!r}: only true is supported for this architecture",
-        )
+        stated = theirs.get(key, True)
+        refuse_key(family in families and not stated, key, stated, ONLY.format(True))
 
 
-def _alike(a: Any, b: Any) -> bool:
-    floats = isinstance(a, float) and isinstance(b, float)
-    return math.isclose(a, b, rel_tol=1e-12) if floats else bool(a == b)
+def changed_fields(
+    a: ModelConfig, b: ModelConfig, without: Collection[str] = (), tolerance: float = 1e-12
+) -> list[str]:
+    """Return the fields in which two configs differ; numbers may differ by a share of `tolerance`."""
+
+    def alike(x: Any, y: Any) -> bool:
+        if isinstance(x, float) and isinstance(y, float):
+            return math.isclose(x, y, rel_tol=tolerance)
+        if isinstance(x, RopeScaling) and isinstance(y, RopeScaling):
+            return all(map(alike, dataclasses.astuple(x), dataclasses.astuple(y)))
+        return bool(x == y)
+
+    names = [each.name for each in dataclasses.fields(ModelConfig) if each.name not in without]
+    return [name for name in names if not alike(getattr(a, name), getattr(b, name))]
+
+
+@contextmanager
+def reading_config() -> Iterator[None]:
+    """Refuse in one line a config.json that cannot be read as a config."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except ConfigError as error:
+        raise CheckpointError(f"config.json describes a model that cannot be built: {error}") from None
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json has a value of the wrong kind: {first_line(error)}") from None
 
 
 # What the tensors of a file decide, whatever config.json says -----------------------------------------------

@@ -7,26 +7,29 @@ and v3, and Longformer.
 import dataclasses
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import Full, read_kind
+from clearhead.core.config.kinds import Full
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.fields import (
     ACTIVATIONS,
     LABELS,
+    NEAR_AND_FAR,
+    ONLY,
+    WHOLE,
     ConfigPart,
     Json,
     count_layers,
     field,
     fixed,
     keys,
-    near_and_far,
     of_class,
     positions_after_padding,
     scaled,
 )
-from clearhead.hub.files import refuse
+from clearhead.hub.files import refuse, refuse_key
 from clearhead.hub.llama import ATTENTION_BIAS, FEEDFORWARD_BIAS
 from clearhead.hub.rope import two_ropes
 from clearhead.hub.rules import Rule, joined, renamed, same, stack_rules
+from clearhead.variants.checks import read_kind
 from clearhead.variants.kinds import Blocks, GlobalKind, GlobalTokens
 
 BLOCK = "encoder.blocks.{i}"
@@ -64,15 +67,9 @@ SHAPE = (*WITHOUT_TYPES, TYPES)
 
 def tables(name: str) -> dict[str, str]:
     """Return their modules of the embedding."""
-    names = {
-        "tokens": "word_embeddings",
-        "positions": "position_embeddings",
-        "types": "token_type_embeddings",
-    }
-    return {
-        part: f"{name}.embeddings.{theirs}"
-        for part, theirs in (names | {"embedding_norm": "LayerNorm"}).items()
-    }
+    names = {"tokens": "word", "positions": "position", "types": "token_type"}
+    parts = {part: f"{name}.embeddings.{theirs}_embeddings" for part, theirs in names.items()}
+    return {**parts, "embedding_norm": f"{name}.embeddings.LayerNorm"}
 
 
 QKV = "attention.self.{query,key,value}"
@@ -242,14 +239,12 @@ ATTENTION_TYPES = ("block_sparse", "original_full")
 
 def _read_blocks(theirs: Json) -> Json:
     stated = theirs.get("attention_type", ATTENTION_TYPES[0])
-    refuse(
-        stated not in ATTENTION_TYPES,
-        f"config.json has attention_type {stated!r}: choose from {', '.join(ATTENTION_TYPES)}",
-    )
+    allowed = f"choose from {', '.join(ATTENTION_TYPES)}"
+    refuse_key(stated not in ATTENTION_TYPES, "attention_type", stated, allowed)
     size, random = theirs.get("block_size", BLOCK_SIZE), theirs.get("num_random_blocks", RANDOM)
     for key, value, least in (("block_size", size, 1), ("num_random_blocks", random, 0)):
         wrong = type(value) is not int or value < least
-        refuse(wrong, f"config.json has {key} {value!r}: it must be a whole number, {least} or more")
+        refuse_key(wrong, key, value, f"it must be a whole number, {least} or more")
     whole = stated == "original_full"
     return {"attention": "full" if whole else str(block_sparse(size, random))}
 
@@ -338,7 +333,7 @@ MPNET = roberta_like(
 # ELECTRA: BERT with a table that may be narrow, as the generator or as the discriminator of its training.
 
 DISCRIMINATES = tuple(
-    dataclasses.replace(rule, beside="head.pooler.weight")
+    dataclasses.replace(rule, needs="head.pooler.weight")
     for rule in same({"discriminator_predictions.{dense,dense_prediction}": "head.{pooler,out}"})
 )
 
@@ -413,7 +408,7 @@ MODERNBERT = Architecture(
         *keys(MODERN_KEYS, activation="gelu", norm_eps=1e-5, norm_bias=False),
         *ATTENTION_BIAS,
         FEEDFORWARD_BIAS,
-        near_and_far(width=128, every=3),
+        NEAR_AND_FAR,
         two_ropes(160_000.0, 10_000.0, "global_rope_theta", "local_rope_theta", scales_both=True),
         *keys(
             MODERN_KEYS, embedding_dropout=0.0, attention_dropout=0.0, feedforward_dropout=0.0, init_std=0.02
@@ -458,25 +453,20 @@ CONVOLUTION = "a convolution beside the first layer"
 def _read_distances(theirs: Json) -> Json:
     for key, needed, usual, missing in NEEDED:
         stated = theirs.get(key, usual)
-        refuse(stated != needed, f"config.json has {key} {stated!r}: {missing} is not supported")
+        refuse_key(stated != needed, key, stated, f"{missing} is not supported")
     kernel = theirs.get("conv_kernel_size", 0)
-    refuse(kernel > 0, f"config.json has conv_kernel_size {kernel}: {CONVOLUTION} is not supported")
+    refuse_key(kernel > 0, "conv_kernel_size", kernel, f"{CONVOLUTION} is not supported")
     stated = theirs.get("pos_att_type") or []
     listed = [x.strip() for x in stated.lower().split("|")] if isinstance(stated, str) else stated
     terms = next((ours for ours, named in TERMS.items() if {*named} == {*listed}), None)
-    refuse(terms is None, f"config.json has pos_att_type {stated!r}: it must be p2c, c2p or both")
+    refuse_key(terms is None, "pos_att_type", stated, "it must be p2c, c2p or both")
     buckets, furthest = theirs.get("position_buckets", -1), theirs.get("max_relative_positions", -1)
     furthest = furthest if furthest >= 1 else theirs.get("max_position_embeddings", 512)
-    refuse(
-        buckets == furthest,
-        f"config.json has position_buckets {buckets}, as many as max_relative_positions: leave one out",
-    )
+    alike = "it equals max_relative_positions: leave one out"
+    refuse_key(buckets == furthest, "position_buckets", buckets, alike)
     width, heads = theirs.get("hidden_size", 1536), theirs.get("num_attention_heads", 24)
     d_head = theirs.get("attention_head_size") or width // heads
-    refuse(
-        d_head * heads != width,
-        f"config.json has attention_head_size {d_head}: only hidden_size / num_attention_heads is supported",
-    )
+    refuse_key(d_head * heads != width, "attention_head_size", d_head, WHOLE)
     return {
         "relative_buckets": 2 * (buckets if buckets > 0 else furthest),
         "relative_max_distance": furthest,
@@ -545,20 +535,16 @@ GLOBAL: dict[str, GlobalTokens] = {
 def _read_global(theirs: Json) -> Json:
     count, stated = count_layers(theirs), theirs.get("attention_window", WINDOW)
     windows = stated if isinstance(stated, list) else [stated] * count
-    refuse(
-        len(windows) != count or any(type(width) is not int or width < 2 or width % 2 for width in windows),
-        f"config.json has attention_window {str(stated)[:60]}: "
-        f"give an even number, 2 at least, or one for each of the {count} layers",
-    )
+    odd = any(type(width) is not int or width < 2 or width % 2 for width in windows)
+    allowed = f"give an even number, 2 at least, or one for each of the {count} layers"
+    refuse_key(odd or len(windows) != count, "attention_window", stated, allowed)
     dilation = theirs.get("attention_dilation")
-    refuse(
-        any(step != 1 for step in (dilation if isinstance(dilation, list) else [dilation or 1])),
-        f"config.json has attention_dilation {str(dilation)[:60]}: only 1 is supported for this architecture",
-    )
+    steps = dilation if isinstance(dilation, list) else [dilation or 1]
+    refuse_key(any(step != 1 for step in steps), "attention_dilation", dilation, ONLY.format(1))
     named = (theirs.get("architectures") or [""])[0]
     tokens, separator = GLOBAL.get(named, "given"), theirs.get("sep_token_id")
-    asked = {"separator": SEPARATOR if separator is None else separator} if tokens == "question" else {}
-    kinds = tuple(str(GlobalKind(width // 2 + 1, tokens, **asked)) for width in windows)
+    separating = {"separator": SEPARATOR if separator is None else separator} if tokens == "question" else {}
+    kinds = tuple(str(GlobalKind(width // 2 + 1, tokens, **separating)) for width in windows)
     return {"attention": kinds[0] if len(set(kinds)) == 1 else kinds}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +111,7 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
         entries, theirs = unpacked(open_weights(folder), theirs)
     except CheckpointError:
         return theirs
-    found: list[tuple[int, dict[str, Any]]] = []
+    readable: list[tuple[int, dict[str, Any]]] = []
     for kind, architecture in ARCHITECTURES.items():
         stated = theirs.get("model_type", None if not architecture.named else "")
         if stated not in (None, kind) or not architecture.names_all(entries):
@@ -120,12 +120,12 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
             guess = {**theirs, "model_type": kind, "architectures": [name]}
             try:
                 filled, _, _ = _fill(folder, Description(guess, architecture.read(guess), kind), entries)
-                found.append((len(filled.carried), guess))
+                readable.append((len(filled.carried), guess))
             except ClearheadError:
                 continue
-    if len({guess["model_type"] for _, guess in found}) != 1:
+    if len({guess["model_type"] for _, guess in readable}) != 1:
         return theirs
-    return min(found, key=lambda each: each[0])[1]  # the class that leaves the fewest tensors aside
+    return min(readable, key=lambda each: each[0])[1]  # the class that leaves the fewest tensors aside
 
 
 def default_names(count: int) -> tuple[str, ...]:
@@ -435,13 +435,13 @@ def outgoing(
     base = architecture.prefix if model.config.head in ("none", "embedding") else ""
 
     def kept(name: str, entry: Entry) -> Outgoing:
-        given = dtype or entry.dtype
-        return Outgoing(entry.shape, given, (), lambda sources: cast(entry.read(), given, name))
+        stored_as = dtype or entry.dtype
+        return Outgoing(entry.shape, stored_as, (), lambda sources: cast(entry.read(), stored_as, name))
 
     rules = export_state(model, architecture).values()
     tensors = {rule.theirs: outgoing_tensor(rule, parameters, model.config, dtype) for rule in rules}
     tensors |= {name: kept(name, entry) for name, entry in carried.items()}
-    return {name.removeprefix(base): one for name, one in tensors.items()}
+    return {name.removeprefix(base): tensor for name, tensor in tensors.items()}
 
 
 def outgoing_tensor(
@@ -458,31 +458,25 @@ def outgoing_tensor(
     return Outgoing(tuple(rule.operation.save(empty, config)[0].shape), stored, rule.ours, make)
 
 
-class Stated(Protocol):
-    """What has a config.json."""
-
-    @property
-    def theirs(self) -> dict[str, Any]: ...  # noqa: D102
-
-
-def write_config(folder: Path, description: Stated, tensors: Mapping[str, Outgoing]) -> None:
+def write_config(folder: Path, theirs: Mapping[str, Any], tensors: Mapping[str, Outgoing]) -> None:
     """Write config.json of a model that is written as these tensors."""
-    first = str(next((one.dtype for one in tensors.values() if one.dtype.is_floating_point), torch.float32))
-    write_json(folder / "config.json", {**description.theirs, "dtype": first.removeprefix("torch.")})
+    dtypes = (tensor.dtype for tensor in tensors.values())
+    first = next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
+    write_json(folder / "config.json", {**theirs, "dtype": str(first).removeprefix("torch.")})
 
 
 def export_state(model: Transformer, architecture: Architecture) -> dict[str, Rule]:
     """Return the rule that makes each tensor of the checkpoint, by name; each parameter is written once."""
-    made: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     written: set[str] = set()
     for rule in matching_rules(model, architecture):
         if rule.ours[0] not in written or rule.copy:
             written.update(rule.ours)
-            made[rule.theirs] = rule
+            rules[rule.theirs] = rule
     missing = [name for name, _ in model.named_parameters() if name not in written]
     if missing:
         raise CheckpointError(f"no rule of {architecture.model_type} writes {missing[0]}{more(missing)}")
-    return made
+    return rules
 
 
 # Files beside the weights -----------------------------------------------------------------------------------
@@ -504,13 +498,13 @@ def read_tokenizer_and_settings(
     empty = (folder / GENERATION).exists() and not generation
     refuse(empty, f"{folder / GENERATION} is empty: remove it, and config.json counts")
     if tokenizer is None:
-        found, settings = load_tokenizer(folder), read_settings(folder)
+        its_tokenizer, settings = load_tokenizer(folder), read_settings(folder)
     else:
-        found, settings = open_tokenizer(Path(tokenizer), folder)
+        its_tokenizer, settings = open_tokenizer(Path(tokenizer), folder)
     return {
-        "tokenizer": found,
+        "tokenizer": its_tokenizer,
         "generation": generation,
-        "special": special_ids(found, settings, generation, description.theirs),
+        "special": special_ids(its_tokenizer, settings, generation, description.theirs),
         "settings": settings,
         "labels": class_labels(description),
         "sentences": sentences.read_sentences(folder, description.config.d_model),

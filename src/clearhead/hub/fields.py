@@ -10,10 +10,12 @@ from typing import Any
 
 from clearhead.core.config import MOST_LAYERS, ModelConfig
 from clearhead.errors import CheckpointError
-from clearhead.hub.files import refuse
+from clearhead.hub.files import refuse, refuse_key
 
 Json = dict[str, Any]
 REQUIRED = object()
+ONLY = "only {} is supported for this architecture"
+WHOLE = "only hidden_size / num_attention_heads is supported"
 
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -59,10 +61,8 @@ def field(
     """
 
     def checked(value: Any) -> Any:
-        refuse(
-            least is not None and value < least,
-            f"config.json has {theirs} {value}: this architecture needs {least} at least",
-        )
+        few = least is not None and value < least
+        refuse_key(few, theirs, value, f"this architecture needs {least} at least")
         return value
 
     def read(config_json: Json) -> Json:
@@ -76,10 +76,7 @@ def field(
             f'config.json lacks "{theirs}", which says {ours}: it is not a complete checkpoint',
         )
         if names is not None and value is not None:
-            refuse(
-                value not in names,
-                f'config.json has {theirs} "{value}": supported are {", ".join(map(str, names))}',
-            )
+            refuse_key(value not in names, theirs, value, f"supported are {', '.join(map(str, names))}")
             value = names[value]
         return {ours: checked(value)}
 
@@ -140,10 +137,7 @@ def fixed(
     def read(config_json: Json) -> Json:
         for key, value in (only or {}).items():
             stated = config_json.get(key)
-            refuse(
-                stated not in (None, value),
-                f"config.json has {key} {stated!r}: only {value!r} is supported for this architecture",
-            )
+            refuse_key(stated not in (None, value), key, stated, ONLY.format(repr(value)))
         return dict(ours or {})
 
     return ConfigPart(read, lambda config: dict(written or {}))
@@ -209,10 +203,10 @@ def cases(defaults: Json, *rows: tuple[Json, Json]) -> ConfigPart:
             **defaults,
             **{key: config_json[key] for key in defaults if config_json.get(key) is not None},
         }
-        found = next((ours for theirs, ours in rows if theirs.items() <= stated.items()), None)
+        matching = next((ours for theirs, ours in rows if theirs.items() <= stated.items()), None)
         listed = ", ".join(f"{key} {value!r}" for key, value in stated.items())
-        refuse(found is None, f"config.json has {listed}: not supported together")
-        return dict(found or {})
+        refuse(matching is None, f"config.json has {listed}: not supported together")
+        return dict(matching or {})
 
     def write(config: ModelConfig) -> Json:
         fitting = (
@@ -227,10 +221,8 @@ def cases(defaults: Json, *rows: tuple[Json, Json]) -> ConfigPart:
 
 def _read_whole_heads(config_json: Json) -> Json:
     stated, heads = config_json.get("head_dim"), config_json.get("num_attention_heads")
-    refuse(
-        stated and heads and stated != config_json["hidden_size"] // heads,
-        f"config.json has head_dim {stated}: only hidden_size / num_attention_heads is supported",
-    )
+    other = stated and heads and stated != config_json["hidden_size"] // heads
+    refuse_key(other, "head_dim", stated, WHOLE)
     return {}
 
 
@@ -271,10 +263,8 @@ def patches(image: int, patch: int, class_token: bool = True, cut: bool = False)
     def read(config_json: Json) -> Json:
         height, width = _pair(config_json.get("image_size", image))
         side, other = _pair(config_json.get("patch_size", patch))
-        refuse(
-            not side == other >= 1,
-            f"config.json has patch_size {config_json.get('patch_size')!r}: only squares are supported",
-        )
+        square = side == other >= 1
+        refuse_key(not square, "patch_size", config_json.get("patch_size"), "only squares are supported")
         whole = (height - height % side, width - width % side)
         return {
             "image_size": whole if cut else (height, width),
@@ -328,14 +318,14 @@ SLIDING, FULL = "sliding_attention", "full_attention"  # words of `layer_types`
 def count_layers(config_json: Json) -> int:
     """Return the number of layers that config.json states."""
     layers = int(config_json["num_hidden_layers"])
-    refuse(layers > MOST_LAYERS, f"config.json has num_hidden_layers {layers:,}: {MOST_LAYERS:,} is the most")
+    refuse_key(layers > MOST_LAYERS, "num_hidden_layers", layers, f"{MOST_LAYERS:,} is the most")
     return layers
 
 
 def checked_layer_types(types: Iterable[str], known: tuple[str, ...] = (SLIDING, FULL)) -> None:
     """Refuse `layer_types` that are not among the known."""
     unknown = sorted({*types} - {*known})
-    refuse(unknown, f"config.json has layer_types {unknown[:1]}: only {' and '.join(known)} are supported")
+    refuse_key(unknown, "layer_types", unknown[:1], f"only {' and '.join(known)} are supported")
 
 
 def _layer_types(windows: Iterable[int | None]) -> list[str]:
@@ -391,17 +381,12 @@ def sliding_windows(
         width, kinds = config_json.get("sliding_window", default), config_json.get("layer_types")
         if switch is not None and (skips is None or kinds is None) and not config_json.get(switch, False):
             width = None
-        refuse(
-            width is not None and width < 1,
-            f"config.json has sliding_window {width}: it must be 1 at least, or null",
-        )
+        refuse_key(width is not None and width < 1, "sliding_window", width, "it must be 1 at least, or null")
         checked_layer_types(kinds or ())
         if kinds is not None:
             slides = [kind == SLIDING for kind in kinds]
-            refuse(
-                (not varies and width is not None and not all(slides)) or (width is None and any(slides)),
-                f"config.json has sliding_window {width} and other layer_types: leave one of them out",
-            )
+            other = not all(slides) and not varies if width is not None else any(slides)
+            refuse_key(other, "sliding_window", width, "layer_types say otherwise: leave one of them out")
         else:
             slides = [
                 width is not None and slides_by_default(config_json, layer)
@@ -428,30 +413,25 @@ def sliding_windows(
     return ConfigPart(read, write)
 
 
-def near_and_far(width: int, every: int) -> ConfigPart:
-    """Return the part for an encoder whose layers see all, or half of `local_attention` to each side.
+def _read_near_and_far(config_json: Json) -> Json:
+    half = config_json.get("sliding_window")  # counts before local_attention
+    half = config_json.get("local_attention", 128) // 2 if half is None else half
+    refuse(half < 1, f"config.json has a window of {half} to each side: it must be 1 at least")
+    often = config_json.get("global_attn_every_n_layers", 3)
+    kinds = config_json.get("layer_types") or [
+        SLIDING if layer % often else FULL for layer in range(count_layers(config_json))
+    ]
+    checked_layer_types(kinds)
+    windows = tuple(half + 1 if kind == SLIDING else None for kind in kinds)
+    return {"window": windows if any(windows) else None}
 
-    Args:
-        width: local_attention, where config.json does not say.
-        every: global_attn_every_n_layers, where config.json says neither that nor `layer_types`.
-    """
 
-    def read(config_json: Json) -> Json:
-        half = config_json.get("sliding_window")  # counts before local_attention
-        half = config_json.get("local_attention", width) // 2 if half is None else half
-        refuse(half < 1, f"config.json has a window of {half} to each side: it must be 1 at least")
-        often = config_json.get("global_attn_every_n_layers", every)
-        kinds = config_json.get("layer_types") or [
-            SLIDING if layer % often else FULL for layer in range(count_layers(config_json))
-        ]
-        checked_layer_types(kinds)
-        windows = tuple(half + 1 if kind == SLIDING else None for kind in kinds)
-        return {"window": windows if any(windows) else None}
+def _write_near_and_far(config: ModelConfig) -> Json:
+    windows = config.main.windows
+    sizes = [window for window in windows if window is not None]
+    both = 2 * (sizes[0] - 1) if sizes else 128
+    return {"local_attention": both, "layer_types": _layer_types(windows)}
 
-    def write(config: ModelConfig) -> Json:
-        windows = config.main.windows
-        sizes = [window for window in windows if window is not None]
-        both = 2 * (sizes[0] - 1) if sizes else width
-        return {"local_attention": both, "layer_types": _layer_types(windows)}
 
-    return ConfigPart(read, write)
+# For an encoder whose layers see all, or half of `local_attention` to each side.
+NEAR_AND_FAR = ConfigPart(_read_near_and_far, _write_near_and_far)

@@ -29,6 +29,15 @@ def index_of(stem: str) -> str:
 WEIGHTS, INDEX = f"{MODEL}.safetensors", index_of(MODEL)
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 refuse = functools.partial(errors.refuse, error=CheckpointError)  # refuses a checkpoint in one line
+
+
+def refuse_key(
+    mistake: object, key: str, value: object, reason: str, source: str | Path = "config.json"
+) -> None:
+    """Refuse what a file states under a key."""
+    refuse(mistake, f"{source} has {key} {value!r:.60}: {reason}")
+
+
 ALL_WEIGHTS = (WEIGHTS, INDEX, "model-*-of-*.safetensors", PICKLED, PICKLED_INDEX, "pytorch_model-*-of-*.bin")
 
 
@@ -79,16 +88,24 @@ def write_text(path: Path, text: str) -> None:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a whole file; if that fails, leave the file as it was."""
+    with whole_file(path) as new:
+        new.write_bytes(data)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a new file, which replaces the one at `path` when the block ends well; else nothing is left."""
     new = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_bytes(data)
+        yield new
         _sync(new)
         os.replace(new, path)
     except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror or first_line(error)}") from None
+    finally:
         with suppress(OSError):
             new.unlink()
-        raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
 
 
 @contextmanager

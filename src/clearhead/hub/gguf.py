@@ -21,7 +21,8 @@ from torch import Tensor
 
 from clearhead.errors import CheckpointError, MissingExtraError, refusing
 from clearhead.hub.files import reading, refuse
-from clearhead.hub.sentencepiece import PieceModel, assembled, llama
+from clearhead.hub.sentencepiece import PieceModel, llama, merges_of
+from clearhead.hub.tokens.text import assembled
 from clearhead.hub.vocabularies import QWEN2_SPLIT, completed
 from clearhead.hub.weights import Entry, Shape, map_file, stored_entry
 
@@ -58,9 +59,9 @@ class GgufHeader:
     @property
     def architecture(self) -> str:
         """The name of the architecture."""
-        found = self.fields.get("general.architecture")
-        refuse(not isinstance(found, str), f"{self.path} has no general.architecture: it holds no model")
-        return str(found)
+        name = self.fields.get("general.architecture")
+        refuse(not isinstance(name, str), f"{self.path} has no general.architecture: it holds no model")
+        return str(name)
 
 
 def is_gguf(path: Path) -> bool:
@@ -116,14 +117,14 @@ class _Header:
             tensors * 24 + fields * 13 > left,
             f"{path} claims {tensors:,} tensors and {fields:,} fields, and has {left:,} bytes: it is damaged",
         )
-        found: dict[str, Any] = {}
+        stated: dict[str, Any] = {}
         for _ in range(fields):
             name = self.text("the name of a field")
-            refuse(name in found, f"{path} states {name} twice")
-            found[name] = self.value(self.number("I"), name)
+            refuse(name in stated, f"{path} states {name} twice")
+            stated[name] = self.value(self.number("I"), name)
         infos = [self._info() for _ in range(tensors)]
         refuse(len({info[0] for info in infos}) < len(infos), f"{path} has two tensors of one name")
-        step = found.get("general.alignment", 32)
+        step = stated.get("general.alignment", 32)
         refuse(
             type(step) is not int or step < 1 or step & (step - 1) or step > 1 << 20,
             f"{path} has general.alignment {step!r}: it must be a power of two",
@@ -134,10 +135,10 @@ class _Header:
             for name, shape, number, start in infos
         }
         end, before = 0, ""
-        for name, one in sorted(spans.items(), key=lambda item: item[1].start):
-            refuse(one.start < end, f"{path}: tensor {name} overlaps {before}: the file is damaged")
-            end, before = one.start + one.size, name
-        return GgufHeader(path, found, spans, body)
+        for name, stored in sorted(spans.items(), key=lambda item: item[1].start):
+            refuse(stored.start < end, f"{path}: tensor {name} overlaps {before}: the file is damaged")
+            end, before = stored.start + stored.size, name
+        return GgufHeader(path, stated, spans, body)
 
     def bytes(self, count: int, what: str) -> bytes:
         if count > len(self.pages) - self.at:
@@ -165,8 +166,8 @@ class _Header:
         if kind == TEXT:
             return self.text(name)
         if kind in SCALARS:
-            found = self.number(SCALARS[kind])
-            return _decimal(found) if kind == FLOAT else found
+            scalar = self.number(SCALARS[kind])
+            return _decimal(scalar) if kind == FLOAT else scalar
         refuse(kind != ARRAY or deep, f"{self.path}: {name} has a value of kind {kind}, which is not known")
         inner, count = self.number("I"), self.number("Q")
         least = 8 if inner == TEXT else struct.calcsize(f"<{SCALARS[inner]}") if inner in SCALARS else 1
@@ -177,7 +178,7 @@ class _Header:
         if inner in SCALARS:
             raw = self.bytes(count * least, name)
             numbers = list(struct.unpack(f"<{count}{SCALARS[inner]}", raw))
-            return [_decimal(one) for one in numbers] if inner == FLOAT and count < 1024 else numbers
+            return [_decimal(number) for number in numbers] if inner == FLOAT and count < 1024 else numbers
         return [self.value(inner, name, deep=True) for _ in range(count)]
 
     def _info(self) -> tuple[str, Shape, int, int]:
@@ -231,7 +232,7 @@ def open_gguf(header: GgufHeader, mapped: bool = True) -> dict[str, Entry]:
         raw = stored_entry(header.path, pages, header.body, dtype, shape, *place)
         return raw if one.kind in PLAIN else _dequantized(f"{header.path}: tensor {name}", raw, one)
 
-    return {name: entry(name, one) for name, one in header.tensors.items()}
+    return {name: entry(name, stored) for name, stored in header.tensors.items()}
 
 
 def _dequantized(wrong: str, raw: Entry, stored: StoredTensor) -> Entry:
@@ -275,12 +276,8 @@ ALIKE = {
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "dbrx", "smaug-bpe"), "llama-bpe"),
     **dict.fromkeys(("stablelm2", "megrez"), "qwen2"),
 }
-WHOLE_WORDS = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-    "falcon3",
-)  # a word that is a token is not merged from parts
+# Of these, a word that is a token is not merged from parts.
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "falcon3")
 PROBES = (
     "Hello world",
     " two  spaces,\ttabs\n\nand   lines \n",
@@ -332,16 +329,16 @@ def gguf_tokenizer(header: GgufHeader) -> Tokenizer | None:
     if not _texts(tokens) or len(set(tokens)) != len(tokens) or len(kinds) != len(tokens):
         raise CheckpointError(f"{wrong}: {FIELD}tokens must be texts that differ, each with its type")
     with refusing(wrong, CheckpointError):
-        made = _byte_level(header, tokens, kinds) if kind == "gpt2" else _pieces(header, tokens, kinds)
+        tokenizer = _byte_level(header, tokens, kinds) if kind == "gpt2" else _pieces(header, tokens, kinds)
         for special in (False, True):
             wanted = CONTROL if special else USER_DEFINED
-            listed = [text for text, one in zip(tokens, kinds) if one == wanted]
-            made.add_tokens([AddedToken(text, normalized=False, special=special) for text in listed])
-        return completed(header.path, made, "", gguf_settings(header))
+            listed = [text for text, token_kind in zip(tokens, kinds) if token_kind == wanted]
+            tokenizer.add_tokens([AddedToken(text, normalized=False, special=special) for text in listed])
+        return completed(header.path, tokenizer, "", gguf_settings(header))
 
 
 def _texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return isinstance(value, list) and all(isinstance(text, str) for text in value)
 
 
 def _byte_level(header: GgufHeader, tokens: Sequence[str], kinds: Sequence[int]) -> Tokenizer:
@@ -355,12 +352,14 @@ def _byte_level(header: GgufHeader, tokens: Sequence[str], kinds: Sequence[int])
         f'{header.path} has {FIELD}pre "{pre}": supported are {", ".join(sorted({*SPLITS, *ALIKE}))}; '
         "name a tokenizer that lies elsewhere (tokenizer)",
     )
-    pairs: Any = [tuple(re.split(r"(?<=.) ", one, maxsplit=1)) for one in merges or ()]
+    pairs: Any = [tuple(re.split(r"(?<=.) ", merge, maxsplit=1)) for merge in merges or ()]
     units = BPE({text: number for number, text in enumerate(tokens)}, pairs, ignore_merges=pre in WHOLE_WORDS)
+    as_bytes = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    as_bytes = [] if None in SPLITS[split] else as_bytes  # GPT-2's expression has done so
     return assembled(
         units,
         normalizers.NFC() if pre == "qwen2" else None,
-        pre_tokenizers.Sequence([*map(_split, SPLITS[split]), *_bytes(SPLITS[split])]),
+        pre_tokenizers.Sequence([*map(_split, SPLITS[split]), *as_bytes]),
         decoders.ByteLevel(),
     )
 
@@ -373,11 +372,6 @@ def _split(how: str | None) -> Any:
     return pre_tokenizers.Split(Regex(how), behavior="isolated")
 
 
-def _bytes(ways: Sequence[str | None]) -> list[Any]:
-    """Return what turns text into bytes, where GPT-2's expression has not done so."""
-    return [] if None in ways else [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-
-
 def _pieces(header: GgufHeader, tokens: list[str], kinds: list[int]) -> Tokenizer:
     scores = header.fields.get(f"{FIELD}scores")
     refuse(
@@ -385,11 +379,7 @@ def _pieces(header: GgufHeader, tokens: list[str], kinds: list[int]) -> Tokenize
         f"{header.path} must have {FIELD}scores, one for each token",
     )
     numbers, ids = list(scores or ()), {text: number for number, text in enumerate(tokens)}
-    order = sorted(
-        (number for number, kind in enumerate(kinds) if kind in (NORMAL, USER_DEFINED)),
-        key=lambda number: -numbers[number],
-    )
-    halves = ((tokens[one][:cut], tokens[one][cut:]) for one in order for cut in range(1, len(tokens[one])))
+    merged = [text for text, kind in zip(tokens, kinds) if kind in (NORMAL, USER_DEFINED)]
     prefix = bool(header.fields.get(f"{FIELD}add_space_prefix", True))
     model = PieceModel(
         list(zip(tokens, numbers, kinds)),
@@ -397,6 +387,6 @@ def _pieces(header: GgufHeader, tokens: list[str], kinds: list[int]) -> Tokenize
         byte_fallback=True,
         dummy_prefix=prefix,
         ids=ids,
-        merges=[(first, second) for first, second in halves if first in ids and second in ids],
+        merges=merges_of(sorted(merged, key=lambda text: -numbers[ids[text]]), ids),
     )
     return llama(model, {})

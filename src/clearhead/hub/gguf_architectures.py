@@ -6,7 +6,6 @@ architecture: so do we.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from clearhead.core.config import ModelConfig, RopeScaling
 from clearhead.core.positions import rope_frequencies
 from clearhead.errors import CheckpointError
-from clearhead.hub.architecture import WITHOUT_EFFECT, Architecture
+from clearhead.hub.architecture import WITHOUT_EFFECT, Architecture, changed_fields
 from clearhead.hub.fields import Json
 from clearhead.hub.files import refuse
 from clearhead.hub.gguf import GgufHeader, open_gguf
@@ -121,9 +120,10 @@ CAPS = {f"{name}_logit_softcapping": f"{name}_logit_softcapping" for name in ("a
 RMS = {**SHARED, "attention.layer_norm_rms_epsilon": "rms_norm_eps"}
 WIDE = {**RMS, **HEADS}
 BIASES = {"attention_bias": "blk.0.attn_q.bias"}
+ALL_BIASES = {**BIASES, "mlp_bias": "blk.0.ffn_up.bias"}
 TANH = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 
-LLAMA = Dialect("llama", WIDE, LLAMA_RULES, told={**BIASES, "mlp_bias": "blk.0.ffn_up.bias"})
+LLAMA = Dialect("llama", WIDE, LLAMA_RULES, told=ALL_BIASES)
 MIXTRAL = Dialect(
     "mixtral",
     {**WIDE, "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"},
@@ -166,80 +166,61 @@ FALCON = Dialect(
     {"parallel_attn": True, "alibi": False},
     tied=True,
 )
-DIALECTS: dict[str, tuple[Dialect, ...]] = {
-    "llama": (LLAMA, MIXTRAL),
-    "qwen2": (Dialect("qwen2", WIDE, PLAIN_RULES),),
-    "qwen3": (Dialect("qwen3", WIDE, gguf_rules(**QK_NORMS), told=BIASES),),
-    "gpt2": (GPT2,),
-    "gemma": (Dialect("gemma", WIDE, GEMMA_RULES, TANH, BIASES, tied=True),),
-    "gemma2": (Dialect("gemma2", {**WIDE, **WINDOW, **CAPS}, SANDWICH_RULES, TANH, BIASES, tied=True),),
-    "gemma3": (GEMMA3,),
-    "gptneox": (
-        Dialect(
-            "gpt_neox",
-            {
-                **{**SIZES, **LAYER_EPS, "rope.freq_base": "rotary_emb_base"},
-                "use_parallel_residual": "use_parallel_residual",
-            },
-            JOINED_RULES,
-            told={"attention_bias": "blk.0.attn_qkv.bias"},
-            fraction="rotary_pct",
-        ),
+DIALECTS = {
+    "llama": LLAMA,
+    "qwen2": Dialect("qwen2", WIDE, PLAIN_RULES),
+    "qwen3": Dialect("qwen3", WIDE, gguf_rules(**QK_NORMS), told=BIASES),
+    "gpt2": GPT2,
+    "gemma": Dialect("gemma", WIDE, GEMMA_RULES, TANH, BIASES, tied=True),
+    "gemma2": Dialect("gemma2", {**WIDE, **WINDOW, **CAPS}, SANDWICH_RULES, TANH, BIASES, tied=True),
+    "gemma3": GEMMA3,
+    "gptneox": Dialect(
+        "gpt_neox",
+        {
+            **{**SIZES, **LAYER_EPS, "rope.freq_base": "rotary_emb_base"},
+            "use_parallel_residual": "use_parallel_residual",
+        },
+        JOINED_RULES,
+        told={"attention_bias": "blk.0.attn_qkv.bias"},
+        fraction="rotary_pct",
     ),
-    "falcon": (FALCON,),
-    "phi2": (
-        Dialect(
-            "phi",
-            {**SHARED, **LAYER_EPS},
-            (*PLAIN_RULES, *UNSPLIT),
-            fraction="partial_rotary_factor",
-        ),
+    "falcon": FALCON,
+    "phi2": Dialect(
+        "phi", {**SHARED, **LAYER_EPS}, (*PLAIN_RULES, *UNSPLIT), fraction="partial_rotary_factor"
     ),
-    "phi3": (
-        Dialect(
-            "phi3",
-            {**RMS, **WINDOW},
-            (
-                *UNSPLIT,
-                *gguf_rules(gated="", down="ffn_down"),
-                *joined(f"{LAYER}.ffn_up", [f"{BLOCK}.feedforward.gate", f"{BLOCK}.feedforward.up"]),
-            ),
-            fraction="partial_rotary_factor",
+    "phi3": Dialect(
+        "phi3",
+        {**RMS, **WINDOW},
+        (
+            *UNSPLIT,
+            *gguf_rules(gated="", down="ffn_down"),
+            *joined(f"{LAYER}.ffn_up", [f"{BLOCK}.feedforward.gate", f"{BLOCK}.feedforward.up"]),
         ),
+        fraction="partial_rotary_factor",
     ),
-    "olmo2": (
-        Dialect(
-            "olmo2",
-            RMS,
-            gguf_rules(pre_norms="", **OUTPUT_NORMS, **QK_NORMS),
-            told=BIASES,
-        ),
+    "olmo2": Dialect("olmo2", RMS, gguf_rules(pre_norms="", **OUTPUT_NORMS, **QK_NORMS), told=BIASES),
+    "stablelm": Dialect(
+        "stablelm",
+        {**SHARED, **LAYER_EPS, "use_parallel_residual": "use_parallel_residual"},
+        PLAIN_RULES,
+        told={"use_qkv_bias": "blk.0.attn_q.bias"},
+        fraction="partial_rotary_factor",
     ),
-    "stablelm": (
-        Dialect(
-            "stablelm",
-            {**SHARED, **LAYER_EPS, "use_parallel_residual": "use_parallel_residual"},
-            PLAIN_RULES,
-            told={"use_qkv_bias": "blk.0.attn_q.bias"},
-            fraction="partial_rotary_factor",
-        ),
+    "granite": Dialect(
+        "granite",
+        {
+            **WIDE,
+            "embedding_scale": "embedding_multiplier",
+            "residual_scale": "residual_multiplier",
+            "attention.scale": "attention_multiplier",
+            "logit_scale": "logits_scaling",
+        },
+        LLAMA_RULES,
+        told=ALL_BIASES,
     ),
-    "granite": (
-        Dialect(
-            "granite",
-            {
-                **WIDE,
-                "embedding_scale": "embedding_multiplier",
-                "residual_scale": "residual_multiplier",
-                "attention.scale": "attention_multiplier",
-                "logit_scale": "logits_scaling",
-            },
-            LLAMA_RULES,
-            told={**BIASES, "mlp_bias": "blk.0.ffn_up.bias"},
-        ),
-    ),
-    "smollm3": (Dialect("smollm3", WIDE, LLAMA_RULES, told={**BIASES, "mlp_bias": "blk.0.ffn_up.bias"}),),
+    "smollm3": Dialect("smollm3", WIDE, LLAMA_RULES, told=ALL_BIASES),
 }
+WITH_EXPERTS = {"llama": MIXTRAL}  # what a name stands for where the file has experts
 
 
 # Fields -----------------------------------------------------------------------------------------------------
@@ -268,8 +249,7 @@ def read_config(header: GgufHeader) -> tuple[Json, Architecture]:
         for key, value in header.fields.items()
         if key.startswith(f"{name}.")
     }
-    choices = DIALECTS[name]
-    dialect = choices[-1] if stated.get("expert_count", 0) else choices[0]
+    dialect = (DIALECTS | WITH_EXPERTS if stated.get("expert_count", 0) else DIALECTS)[name]
     theirs: Json = {**dialect.stated, **_stated_keys(header, dialect, stated)}
     architecture = ARCHITECTURES[dialect.model_type]
     table = header.tensors.get("token_embd.weight")
@@ -313,7 +293,7 @@ def _one(header: GgufHeader, key: str, value: Any) -> Any:
 def _stated_keys(header: GgufHeader, dialect: Dialect, stated: Mapping[str, Any]) -> Json:
     """Return keys of config.json for those of the file; refuse by name what is not honoured."""
     known = {*dialect.keys, *NOT_READ, "rope.dimension_count", "rope.scale_linear", "expert_count"}
-    found: Json = {}
+    theirs: Json = {}
     for key, value in stated.items():
         refuse(
             key not in known and not key.startswith(SCALING) and value not in (0, False, ""),
@@ -322,17 +302,17 @@ def _stated_keys(header: GgufHeader, dialect: Dialect, stated: Mapping[str, Any]
         if key in dialect.keys:
             place = dialect.keys[key]
             refuse(
-                found.get(place, value) != value,
-                f"{header.path} has {header.architecture}.{key} {value}, and {found.get(place)} elsewhere",
+                theirs.get(place, value) != value,
+                f"{header.path} has {header.architecture}.{key} {value}, and {theirs.get(place)} elsewhere",
             )
             refuse(
                 isinstance(value, str),
                 f"{header.path} has {header.architecture}.{key} {str(value)[:40]!r}: it must be a number",
             )
-            found[place] = value
+            theirs[place] = value
     missing = next((key for key in ("block_count", "embedding_length") if key not in stated), None)
     refuse(missing, f"{header.path} has no {header.architecture}.{missing}: it holds no whole model")
-    return found
+    return theirs
 
 
 def _by_name(header: GgufHeader, name: str, theirs: Json) -> Json:
@@ -356,7 +336,7 @@ def _by_name(header: GgufHeader, name: str, theirs: Json) -> Json:
 
 def _rotation(header: GgufHeader, dialect: Dialect, stated: Mapping[str, Any], theirs: Json) -> Json:
     """Return the keys of rotary positions: the part of a head that rotates, and scaling."""
-    found: Json = {}
+    rotation: Json = {}
     heads: Any = stated.get("attention.head_count")
     width: Any = stated.get("embedding_length")
     refuse(
@@ -366,7 +346,7 @@ def _rotation(header: GgufHeader, dialect: Dialect, stated: Mapping[str, Any], t
     head = stated.get("attention.key_length") or width // heads
     rotated = stated.get("rope.dimension_count", head)
     if dialect.fraction:
-        found[dialect.fraction] = rotated / head if isinstance(rotated, int) else rotated
+        rotation[dialect.fraction] = rotated / head if isinstance(rotated, int) else rotated
     else:
         refuse(
             rotated != head and dialect.model_type != "gpt2",
@@ -385,21 +365,21 @@ def _rotation(header: GgufHeader, dialect: Dialect, stated: Mapping[str, Any], t
     refuse(rest, f"{header.path} has {header.architecture}.{''.join(rest[:1])}: it is not supported")
     if FACTORS in header.tensors:
         entry = open_gguf(dataclasses.replace(header, tensors={FACTORS: header.tensors[FACTORS]}))[FACTORS]
-        found["rope_scaling"] = _llama3(header, entry.read(), theirs, head)
+        rotation["rope_scaling"] = _llama3(header, entry.read(), theirs, head)
     elif kind == "linear" or (kind == "none" and factor != 1.0):
-        found["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
+        rotation["rope_scaling"] = {"rope_type": "linear", "factor": float(factor)}
     elif kind == "yarn":
-        found["rope_scaling"] = {"rope_type": "yarn", "factor": float(factor)}
-        found["rope_scaling"] |= {} if trained is None else {TRAINED: trained}
+        rotation["rope_scaling"] = {"rope_type": "yarn", "factor": float(factor)}
+        rotation["rope_scaling"] |= {} if trained is None else {TRAINED: trained}
     else:
         refuse(
             kind != "none",
             f"{header.path} has {header.architecture}.{SCALING}type {kind!r}: "
             "supported are none, linear and yarn",
         )
-    if found.get("rope_scaling"):
-        found["rope_scaling"]["rope_theta"] = theirs.get("rope_theta", 10_000.0)
-    return found
+    if rotation.get("rope_scaling"):
+        rotation["rope_scaling"]["rope_theta"] = theirs.get("rope_theta", 10_000.0)
+    return rotation
 
 
 def _llama3(header: GgufHeader, factors: Tensor, theirs: Json, head: int) -> Json:
@@ -431,16 +411,16 @@ def llama3_factors(scaling: RopeScaling, base: float, head: int) -> Tensor:
 def _special(header: GgufHeader) -> Json:
     """Return the ids of special tokens, as config.json names them."""
     roles = {"bos": "bos", "eos": "eos", "padding": "pad"}
-    found: Json = {}
+    special: Json = {}
     for theirs, ours in roles.items():
         value = header.fields.get(f"tokenizer.ggml.{theirs}_token_id")
         if type(value) is int:
-            found[f"{ours}_token_id"] = value
+            special[f"{ours}_token_id"] = value
     turns = [header.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
-    also = [value for value in turns if type(value) is int and value != found.get("eos_token_id")]
-    if also and "eos_token_id" in found:
-        found["eos_token_id"] = [found["eos_token_id"], *also]
-    return found
+    also = [value for value in turns if type(value) is int and value != special.get("eos_token_id")]
+    if also and "eos_token_id" in special:
+        special["eos_token_id"] = [special["eos_token_id"], *also]
+    return special
 
 
 # Writing ----------------------------------------------------------------------------------------------------
@@ -449,14 +429,15 @@ def _special(header: GgufHeader) -> Json:
 def dialect_for(config: ModelConfig, kind: str) -> tuple[str, Dialect]:
     """Return the name of the architecture in GGUF, and its table, for one of Hugging Face."""
     kinds = {"mistral": "llama"}
-    found = {dialect.model_type: (name, dialect) for name, choices in DIALECTS.items() for dialect in choices}
+    named = (*DIALECTS.items(), *WITH_EXPERTS.items())
+    dialects = {dialect.model_type: (name, dialect) for name, dialect in named}
     wanted = kinds.get(kind, kind)
     refuse(
-        wanted not in found or config.head != "lm",
+        wanted not in dialects or config.head != "lm",
         f"GGUF has no architecture for this model, {kind} with head {config.head}: "
-        f"supported are language models of {', '.join(sorted({*found, *kinds}))}",
+        f"supported are language models of {', '.join(sorted({*dialects, *kinds}))}",
     )
-    return found[wanted]
+    return dialects[wanted]
 
 
 def written_fields(config: ModelConfig, name: str, dialect: Dialect) -> dict[str, Any]:
@@ -487,22 +468,10 @@ def check_written(header: GgufHeader, config: ModelConfig) -> None:
     back = ARCHITECTURES[theirs["model_type"]].read(theirs)
     if back.tie_embeddings and "output.weight" in header.tensors:
         back = back.replace(tie_embeddings=False)
-    differing = [
-        f"{one.name} {getattr(config, one.name)!r}"
-        for one in dataclasses.fields(ModelConfig)
-        if one.name not in WITHOUT_EFFECT and not _close(getattr(config, one.name), getattr(back, one.name))
-    ]
+    changed = changed_fields(config, back, WITHOUT_EFFECT, tolerance=1e-6)  # numbers are stored in float32
+    differing = [f"{name} {getattr(config, name)!r}" for name in changed]
     refuse(
         differing,
         f"GGUF's {header.architecture} cannot express {', '.join(differing[:4])}: "
         "save the model as a directory",
     )
-
-
-def _close(a: Any, b: Any) -> bool:
-    """Compare with the precision of float32, in which numbers are stored."""
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=1e-6)
-    if isinstance(a, RopeScaling) and isinstance(b, RopeScaling):
-        return all(_close(x, y) for x, y in zip(dataclasses.astuple(a), dataclasses.astuple(b)))
-    return bool(a == b)

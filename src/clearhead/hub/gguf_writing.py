@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.core.config import ModelConfig
+from clearhead.core.config import ModelConfig, RopeScaling
 from clearhead.core.transformer import Transformer
-from clearhead.errors import CheckpointError, first_line
+from clearhead.errors import CheckpointError
 from clearhead.hub.checkpoint import Description, outgoing
-from clearhead.hub.files import refuse
+from clearhead.hub.files import refuse, whole_file
 from clearhead.hub.gguf import (
     BYTE,
     CONTROL,
@@ -74,57 +72,32 @@ def write_gguf(
     name, dialect = dialect_for(config, described.kind)
     stored = Description(described.theirs, config, described.kind, stored=layout(dialect))
     tensors = outgoing(model, stored)
-    extra = _factors(config)
     fields = written_fields(config, name, dialect)
     fields |= (
         {"tokenizer.ggml.model": "no_vocab"}
         if tokenizer is None
         else tokenizer_fields(tokenizer, special or {}, settings or {}, config.vocab_size)
     )
-    types = {each: _type(each, one.shape, kind) for each, one in tensors.items()} | dict.fromkeys(
-        extra, "F32"
-    )
-    shapes = {each: one.shape for each, one in tensors.items()} | {FACTORS: (len(extra.get(FACTORS, ())),)}
-    header = {each: StoredTensor(types[each], shapes[each], 0, 0) for each in types}
-    _check(path, {"general.architecture": name, **fields}, header, config, extra)
-    new = path.with_name(f".{path.name}.new")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(new, name, fields, TYPES[kind], types, tensors, extra, dict(model.named_parameters()))
-        os.replace(new, path)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or first_line(error)}") from None
-    finally:
-        with suppress(OSError):
-            new.unlink()
-
-
-def _check(
-    path: Path,
-    fields: dict[str, Any],
-    header: dict[str, StoredTensor],
-    config: ModelConfig,
-    extra: Mapping[str, Tensor],
-) -> None:
-    """Refuse what would be read as another model."""
-    plain = {each: one for each, one in header.items() if each != FACTORS}
+    types = {key: _type(key, tensor.shape, kind) for key, tensor in tensors.items()}
+    header = {key: StoredTensor(types[key], tensor.shape, 0, 0) for key, tensor in tensors.items()}
     scaling = config.rope_scaling
-    if FACTORS in extra and scaling is not None:  # they say no more than these
-        same = (scaling.low_frequency_factor, scaling.high_frequency_factor) == (1.0, 4.0)
-        trained = scaling.original_positions in (8192, config.max_positions, None)
-        refuse(not (same and trained), f"GGUF's {fields['general.architecture']} cannot express {scaling}")
+    if config.positions == "rope" and scaling is not None and scaling.kind == "llama3":
+        trained = scaling.original_positions or config.max_positions
+        factors = _factors(replace(scaling, original_positions=trained), config, name)
+        types[FACTORS] = "F32"
+        tensors[FACTORS] = Outgoing(tuple(factors.shape), factors.dtype, (), lambda sources: factors)
         config = config.replace(rope_scaling=None)
-    check_written(GgufHeader(path, fields, plain, 0), config)
+    check_written(GgufHeader(path, {"general.architecture": name, **fields}, header, 0), config)
+    with whole_file(path) as new:
+        _write(new, name, fields, TYPES[kind], types, tensors, dict(model.named_parameters()))
 
 
-def _factors(config: ModelConfig) -> dict[str, Tensor]:
-    """Return the divisors of frequencies, for a model that scales them as Llama 3 does."""
-    scaling = config.rope_scaling
-    if config.positions != "rope" or scaling is None or scaling.kind != "llama3":
-        return {}
-    trained = scaling.original_positions or config.max_positions
-    whole = replace(scaling, original_positions=trained)
-    return {FACTORS: llama3_factors(whole, config.rope_base, config.d_head or 0).float()}
+def _factors(scaling: RopeScaling, config: ModelConfig, name: str) -> Tensor:
+    """Return the divisors of frequencies, all that a file has of Llama 3's scaling; refuse any other."""
+    same = (scaling.low_frequency_factor, scaling.high_frequency_factor) == (1.0, 4.0)
+    trained = scaling.original_positions in (8192, config.max_positions)
+    refuse(not (same and trained), f"GGUF's {name} cannot express {config.rope_scaling}")
+    return llama3_factors(scaling, config.rope_base, config.d_head or 0).float()
 
 
 def _type(name: str, shape: tuple[int, ...], kind: str) -> str:
@@ -143,7 +116,6 @@ def _write(
     file_type: int,
     types: Mapping[str, str],
     tensors: Mapping[str, Outgoing],
-    extra: Mapping[str, Tensor],
     parameters: Mapping[str, Tensor],
 ) -> None:
     """Write the header, then one tensor at a time."""
@@ -152,39 +124,27 @@ def _write(
     try:
         writer.add_file_type(file_type)
         writer.add_quantization_version(package.GGML_QUANT_VERSION)
+        adders = {
+            **{bool: writer.add_bool, int: writer.add_uint32},
+            **{float: writer.add_float32, str: writer.add_string},
+        }
         for key, value in fields.items():
-            _add(writer, key, value)
-        everything = {**tensors, **{key: Outgoing(tuple(x.shape), x.dtype, ()) for key, x in extra.items()}}
-        for key, one in everything.items():
+            adders.get(type(value), writer.add_array)(key, value)
+        for key, tensor in tensors.items():
             kind = package.GGMLQuantizationType[types[key]]
             block, size = package.GGML_QUANT_SIZES[kind]
-            count = math.prod(one.shape) // block * size
-            writer.add_tensor_info(key, one.shape, np.dtype("float32"), count, raw_dtype=kind)
+            count = math.prod(tensor.shape) // block * size
+            writer.add_tensor_info(key, tensor.shape, np.dtype("float32"), count, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for key, one in everything.items():
-            given = [parameters[source].detach().cpu() for source in one.sources]
-            made = extra[key] if key in extra else one.make(given).float()
-            made = cast(made, torch.float16, key).float() if types[key] == "F16" else made
+        for key, tensor in tensors.items():
+            weight = tensor.make([parameters[source].detach().cpu() for source in tensor.sources]).float()
+            weight = cast(weight, torch.float16, key).float() if types[key] == "F16" else weight
             kind = package.GGMLQuantizationType[types[key]]
-            writer.write_tensor_data(package.quants.quantize(made.contiguous().numpy(), kind))
+            writer.write_tensor_data(package.quants.quantize(weight.contiguous().numpy(), kind))
     finally:
         writer.close()
-
-
-def _add(writer: Any, key: str, value: Any) -> None:
-    """Add a field in the kind of its value."""
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
 
 
 # The tokenizer ---------------------------------------------------------------------------------------------
@@ -203,7 +163,7 @@ def tokenizer_fields(
     )
     vocabulary, added = tokenizer.get_vocab(), tokenizer.get_added_tokens_decoder()
     names = {number: text for text, number in vocabulary.items()}
-    merges = [tuple(one.split(" ") if isinstance(one, str) else one) for one in model["merges"]]
+    merges = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in model["merges"]]
     tokens = [names.get(number, f"[PAD{number}]") for number in range(size)]
     fields: dict[str, Any] = {
         f"{FIELD}tokens": tokens,
@@ -217,11 +177,11 @@ def tokenizer_fields(
     }
     if fallback:
         ranks = {first + second: -float(rank) for rank, (first, second) in reversed([*enumerate(merges)])}
-        found = tokenizer.encode("a", add_special_tokens=False).tokens
+        first_tokens = tokenizer.encode("a", add_special_tokens=False).tokens
         fields |= {
             f"{FIELD}model": "llama",
             f"{FIELD}scores": [ranks.get(text, -float(len(merges))) for text in tokens],
-            f"{FIELD}add_space_prefix": bool(found) and found[0].startswith("\u2581"),
+            f"{FIELD}add_space_prefix": bool(first_tokens) and first_tokens[0].startswith("\u2581"),
         }
         ways: list[dict[str, Any]] = [{}]
     else:

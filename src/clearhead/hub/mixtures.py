@@ -257,8 +257,8 @@ QWEN3_NEXT = llama_like(
     mixture(512, 10, 512, shared=512, summed=True),
     rules=(
         *llama_rules(qkvo=""),
-        *(dataclasses.replace(rule, beside=f"{OURS}.conv") for rule in DELTA_RULES),
-        *(dataclasses.replace(rule, beside=f"{OURS}.q_norm.weight") for rule in FULL_RULES),
+        *(dataclasses.replace(rule, needs=f"{OURS}.conv") for rule in DELTA_RULES),
+        *(dataclasses.replace(rule, needs=f"{OURS}.q_norm.weight") for rule in FULL_RULES),
         *EXPERT_RULES,
         *SHARED_EXPERT,
     ),

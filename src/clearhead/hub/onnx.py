@@ -28,7 +28,7 @@ from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.masks import Tokens, join
 from clearhead.core.taps import SILENT, Tap
-from clearhead.core.transformer import Output, Transformer, attending, evaluating
+from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
 from clearhead.hub.sentences import Sentences
 from clearhead.run.bundle import Bundle
@@ -36,6 +36,7 @@ from clearhead.run.kernels.lora import merged
 from clearhead.run.kernels.parts import like
 from clearhead.run.quant.apply import dequantized, shared_copy
 from clearhead.run.quant.layers import quantized_parts
+from clearhead.variants.contexts import attending, evaluating
 from clearhead.variants.routing import Experts
 
 # The cache --------------------------------------------------------------------------------------------------
@@ -121,11 +122,11 @@ def _ports_of(spec: StackSpec, prefix: str, length: str) -> list[Port]:
     name = prefix + INPUTS[spec.input]
     if spec.input == "patches":
         return [Port(name, ("batch", spec.n_channels, *spec.image_size), torch.float32)]
-    given = Port(name, ("batch", length), below=spec.vocab_size)
+    port = Port(name, ("batch", length), below=spec.vocab_size)
     if spec.input != "tokens":
-        given = Port(name, ("batch", length, spec.d_input), torch.float32)
+        port = Port(name, ("batch", length, spec.d_input), torch.float32)
     types = [Port(prefix + TYPES, ("batch", length), below=spec.n_types)] if spec.n_types > 1 else []
-    return [given, Port(prefix + MASK, ("batch", length)), *types]
+    return [port, Port(prefix + MASK, ("batch", length)), *types]
 
 
 def past_names(prefix: str, layers: int) -> list[tuple[str, str]]:
@@ -142,33 +143,31 @@ class Function(nn.Module):
         self.ports = ports_of(model.config, cache)
         self.chooses = any(kind != FULL and kind.chooses for kind in model.main.spec.kinds)
 
-    def forward(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the model; masks are whole numbers, 1 for a token and 0 for padding."""
         stacks, own = self.model.config.stacks, "decoder_" if len(self.model.config.stacks) == 2 else ""
-        mask = given[own + MASK].bool() if own + MASK in given else None
-        call = {"types": given.get(own + TYPES), "bias": self._bias()}
+        mask = tensors[own + MASK].bool() if own + MASK in tensors else None
+        # With a bias of nothing masks are spelled out: plans by blocks depend on the length.
+        plain = self.chooses and torch.compiler.is_compiling()
+        call = {"types": tensors.get(own + TYPES), "bias": torch.zeros(1, 1, 1, 1) if plain else None}
         if own:
-            call["source"], call["source_mask"] = given[INPUTS[stacks[0].input]], given[MASK].bool()
-        inputs = given[own + INPUTS[stacks[-1].input]]
+            call["source"], call["source_mask"] = tensors[INPUTS[stacks[0].input]], tensors[MASK].bool()
+        inputs = tensors[own + INPUTS[stacks[-1].input]]
         if not self.cache or mask is None:
             return self.named(self.model(inputs, mask, **call), mask)
         layers = len(stacks[0].kinds)
-        past = [(given[k], given[v]) for k, v in past_names("past_key_values", layers)]
+        past = [(tensors[k], tensors[v]) for k, v in past_names("past_key_values", layers)]
         before = past[0][0].shape[2]
         cache = PastCache(past, mask[:, :before])
         output = self.model(inputs, mask[:, before:], cache=cache, **call)
         return self.named(output, None) | present(cache)
 
-    def _bias(self) -> Tensor | None:
-        """Return a bias of nothing, for which masks are spelled out: plans by blocks depend on the length."""
-        return torch.zeros(1, 1, 1, 1) if self.chooses and torch.compiler.is_compiling() else None
-
     def named(self, output: Output, mask: Tensor | None) -> dict[str, Tensor]:
         """Return what a pass gives, by name."""
-        found = {OUTPUTS.get(str(self.model.config.head), "logits"): output.required_logits}
+        outputs = {OUTPUTS.get(str(self.model.config.head), "logits"): output.required_logits}
         if self.sentences is not None and mask is not None:
-            found = {"sentence_embedding": self.sentences.vectors(output.hidden, mask)} | found
-        return found
+            outputs = {"sentence_embedding": self.sentences.vectors(output.hidden, mask)} | outputs
+        return outputs
 
 
 def present(cache: Cache) -> dict[str, Tensor]:
@@ -202,11 +201,11 @@ class AllExperts(Experts):
 
 def traceable(model: Transformer) -> Transformer:
     """Return a copy with the same parameters, whose parts a graph of any length can follow."""
-    made = shared_copy(model).eval()
-    for name, part in list(made.named_modules(remove_duplicate=False)):
+    copy = shared_copy(model).eval()
+    for name, part in list(copy.named_modules(remove_duplicate=False)):
         if isinstance(part, Experts):
-            made.set_submodule(name, like(part, AllExperts))
-    return made
+            copy.set_submodule(name, like(part, AllExperts))
+    return copy
 
 
 # Inputs of several sizes ------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ def sizes_of(config: ModelConfig) -> tuple[InputSizes, list[InputSizes]]:
     """Return the sizes that a graph is traced with, and others that it must work with too."""
     own, other = config.stacks[-1], config.stacks[0]
     step = other.conv_stride if other.input == "frames" else 1  # frames of a position
-    asked = ((2, 5, 7, 3), (3, 11, 4, 6), (1, 1, 9, 0), (4, 2, 15, 1))
+    tried = ((2, 5, 7, 3), (3, 11, 4, 6), (1, 1, 9, 0), (4, 2, 15, 1))
     first, *others = (
         InputSizes(
             batch,
@@ -244,7 +243,7 @@ def sizes_of(config: ModelConfig) -> tuple[InputSizes, list[InputSizes]]:
             min(source, other.max_positions) * step,
             max(0, min(past, own.max_positions - length)),
         )
-        for batch, length, source, past in asked
+        for batch, length, source, past in tried
     )
     return first, others
 
@@ -266,28 +265,28 @@ def _drawn(port: Port, shape: list[int], draw: torch.Generator) -> Tensor:
     return mask
 
 
-def expected(function: Function, given: dict[str, Tensor], sizes: InputSizes) -> dict[str, Tensor]:
+def expected(function: Function, tensors: dict[str, Tensor], sizes: InputSizes) -> dict[str, Tensor]:
     """Return what the model says, and complete the inputs: the keys of earlier tokens are the model's own."""
     if not function.cache:
-        return dict(function(given))
+        return dict(function(tensors))
     model, cache, P = function.model, Cache(), sizes.past
-    mask, name = given[MASK].bool(), INPUTS[model.main.spec.input]
+    mask, name = tensors[MASK].bool(), INPUTS[model.main.spec.input]
     if P:
-        earlier = given[name].new_zeros(sizes.batch, P) + torch.arange(P) % model.config.vocab_size
+        earlier = tensors[name].new_zeros(sizes.batch, P) + torch.arange(P) % model.config.vocab_size
         model(earlier, mask[:, :P], cache=cache)
         for (k, v), keys in zip(past_names("past_key_values", len(cache.layers)), cache.layers.values()):
-            given[k], given[v] = (part[:, :, :P].clone() for part in keys.read())
-    found = function.named(model(given[name], mask[:, P:], cache=cache), None)
-    return found | {name: keys[:, :, : cache.length] for name, keys in present(cache).items()}
+            tensors[k], tensors[v] = (part[:, :, :P].clone() for part in keys.read())
+    outputs = function.named(model(tensors[name], mask[:, P:], cache=cache), None)
+    return outputs | {name: keys[:, :, : cache.length] for name, keys in present(cache).items()}
 
 
-def real_part(name: str, value: Tensor, function: Function, given: dict[str, Tensor]) -> Tensor:
+def real_part(name: str, value: Tensor, function: Function, tensors: dict[str, Tensor]) -> Tensor:
     """Return what an output says of real tokens, one after another: at padding anything may stand.
 
     Keys and values [B, K, P + T, E] have the tokens of the whole mask, states and logits [B, T, ...] the last
     ones of it; pooled outputs [B, ...] have none.
     """
-    mask = given.get(("decoder_" if len(function.model.config.stacks) == 2 else "") + MASK)
+    mask = tensors.get(("decoder_" if len(function.model.config.stacks) == 2 else "") + MASK)
     if name.startswith("present."):
         value = value.transpose(1, 2)
     if mask is None or value.ndim < 3:
@@ -421,31 +420,31 @@ def _quiet() -> Iterator[None]:
 
 def _traced(function: Function, sizes: InputSizes) -> tuple[ExportedProgram, tuple[str, ...]]:
     """Return the graph of a function for any sizes, and the names of its outputs."""
-    given = example(function, sizes, seed=0)
+    inputs = example(function, sizes, seed=0)
     shapes = {port.name: _axes(port, function.model.config) for port in function.ports}
     with attending(function.model, "eager"):
         try:
-            program = torch.export.export(function, (given,), dynamic_shapes=(shapes,), strict=False)
+            program = torch.export.export(function, (inputs,), dynamic_shapes=(shapes,), strict=False)
         except Exception as error:  # of many classes: guards, data-dependent sizes, unknown operators
             raise InputError(
                 f"torch.export cannot follow this model for any length: {first_line(error)}"
             ) from None
-        ranges = [found for found in program.range_constraints.values() if found.upper < MOST]
-        bounds = " and ".join(f"{found.lower} to {found.upper}" for found in ranges)
+        ranges = [bound for bound in program.range_constraints.values() if bound.upper < MOST]
+        bounds = " and ".join(f"{bound.lower} to {bound.upper}" for bound in ranges)
         refuse(bounds, f"torch.export follows this model for sizes of {bounds} only: run it with clearhead")
-        return program, tuple(function(given))
+        return program, tuple(function(inputs))
 
 
 def _axes(port: Port, config: ModelConfig) -> dict[int, Any]:
     """Return the axes of an input that may have any size, by number; frames come in whole positions."""
     stacks = config.stacks
     framed = "source" if len(stacks) == 2 else "length"
-    found: dict[int, Any] = {
+    axes: dict[int, Any] = {
         number: Dim.AUTO for number, axis in enumerate(port.axes) if isinstance(axis, str)
     }
     if stacks[0].input == "frames" and framed in port.axes:
-        found[1] = stacks[0].conv_stride * Dim("positions", min=1)
-    return found
+        axes[1] = stacks[0].conv_stride * Dim("positions", min=1)
+    return axes
 
 
 def _write_onnx(program: ExportedProgram, outputs: tuple[str, ...], function: Function, path: Path) -> Runner:
@@ -453,20 +452,20 @@ def _write_onnx(program: ExportedProgram, outputs: tuple[str, ...], function: Fu
     runtime, _ = _packages()
     names = [port.name for port in function.ports]
     try:
-        made = torch.onnx.export(
+        onnx_program = torch.onnx.export(
             program, (), input_names=names, output_names=outputs, dynamo=True, verbose=False
         )
-        assert made is not None
-        made.save(path)
+        assert onnx_program is not None
+        onnx_program.save(path)
     except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
         raise InputError(f"ONNX has no graph of this model: {first_line(error)}") from None
     settings = runtime.SessionOptions()
     settings.log_severity_level = 4  # what fails is raised
     session = runtime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
 
-    def run(given: dict[str, Tensor]) -> dict[str, Tensor]:
-        taken = {one.name for one in session.get_inputs()}
-        arrays = {name: tensor.numpy() for name, tensor in given.items() if name in taken}
+    def run(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        taken = {port.name for port in session.get_inputs()}
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items() if name in taken}
         return dict(zip(outputs, map(torch.from_numpy, session.run(list(outputs), arrays))))
 
     return run
@@ -476,26 +475,26 @@ def _write_pt2(program: ExportedProgram, outputs: tuple[str, ...], function: Fun
     """Write `torch.export`'s file, and return what runs it."""
     torch.export.save(program, path)
     read = torch.export.load(path).module()
-    return lambda given: dict(read(given))
+    return lambda tensors: dict(read(tensors))
 
 
 def _verify(function: Function, run: Runner, sizes: list[InputSizes]) -> float:
     """Return the largest difference between the file and the model; an error where it is too large."""
     worst = 0.0
     for number, size in enumerate(sizes):
-        given = example(function, size, seed=number + 1)
-        wanted = expected(function, given, size)
+        inputs = example(function, size, seed=number + 1)
+        wanted = expected(function, inputs, size)
         try:
-            found = run(given)
+            outputs = run(inputs)
         except Exception as error:  # the runtime's own classes
             raise InputError(f"the graph does not run with {size}: {first_line(error)}") from None
         for name, value in wanted.items():
             refuse(
-                found[name].shape != value.shape,
-                f"the graph's {name} has shape {list(found[name].shape)} where the model's has "
+                outputs[name].shape != value.shape,
+                f"the graph's {name} has shape {list(outputs[name].shape)} where the model's has "
                 f"{list(value.shape)}, with {size}: nothing was written. Please report this model",
             )
-            theirs, ours = (real_part(name, one, function, given) for one in (found[name], value))
+            theirs, ours = (real_part(name, output, function, inputs) for output in (outputs[name], value))
             scale = max(1.0, float(ours.abs().max())) if ours.numel() else 1.0
             difference = float((theirs - ours).abs().max()) / scale if ours.numel() else 0.0
             refuse(

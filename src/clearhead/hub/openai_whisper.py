@@ -11,16 +11,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-from clearhead.errors import CheckpointError, first_line, refuse
+from clearhead.errors import CheckpointError
 from clearhead.hub import files
+from clearhead.hub.files import refuse
 from clearhead.hub.preprocessor import CLASS, PREPROCESSOR
 from clearhead.hub.tokenizer import SPEECH, save_tokenizer
-from clearhead.hub.tokens.text import byte_letters
+from clearhead.hub.tokens.text import assembled, byte_letters
+from clearhead.hub.weights import unpickled
 
 _LISTED = """
 en english zh chinese de german es spanish ru russian ko korean fr french ja japanese pt portuguese tr turkish
@@ -90,7 +91,6 @@ def unpack(source: Path, vocabulary: Path | None, folder: Path) -> None:
     refuse(
         dims.get("n_text_state") != width,
         f"{source} has n_text_state {dims.get('n_text_state')} and n_audio_state {width}: they must be equal",
-        CheckpointError,
     )
     config |= {
         **{"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]},
@@ -116,35 +116,20 @@ def unpack(source: Path, vocabulary: Path | None, folder: Path) -> None:
 
 def _read(source: Path) -> tuple[dict[str, int], dict[str, Tensor]]:
     """Return the sizes that a file states, and its tensors by Hugging Face's names; no code in it is run."""
-    refuse(
-        not source.is_file(), f"{source} is no file: name a model directory or a .pt file", CheckpointError
-    )
-    try:
-        held = torch.load(source, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise CheckpointError(
-            f"{source} is refused: it is damaged, or a pickle of more than tensors ({first_line(error)})"
-        ) from None
-    dims = held.get("dims") if isinstance(held, dict) else None
-    state = held.get("model_state_dict") if isinstance(held, dict) else None
-    if not isinstance(dims, dict) or not all(type(dims.get(name)) is int for name in SIZES):
-        state = None
-    if (
-        not isinstance(dims, dict)
-        or not isinstance(state, dict)
-        or not all(isinstance(x, Tensor) for x in state.values())
-    ):
+    refuse(not source.is_file(), f"{source} is no file: name a model directory or a .pt file")
+    stored = unpickled(source)
+    dims, state = stored.get("dims"), stored.get("model_state_dict")
+    sized = isinstance(dims, dict) and all(type(dims.get(name)) is int for name in SIZES)
+    filled = isinstance(state, dict) and all(isinstance(x, Tensor) for x in state.values())
+    if not sized or not filled or dims is None or state is None:
         raise CheckpointError(
             f"{source} is no Whisper file of OpenAI's: it must hold dims, all whole numbers, and "
             "model_state_dict, all tensors; name the directory of any other model"
         )
-    return dims, {_renamed(str(name)): value for name, value in state.items()}
-
-
-def _renamed(name: str) -> str:
+    renamed = list(map(str, state))
     for theirs, ours in NAMES:
-        name = re.sub(theirs, ours, name)
-    return name
+        renamed = [re.sub(theirs, ours, name) for name in renamed]
+    return dims, dict(zip(renamed, state.values()))
 
 
 def read_vocabulary(path: Path, size: int) -> Tokenizer:
@@ -160,7 +145,6 @@ def read_vocabulary(path: Path, size: int) -> Tokenizer:
         not 0 <= n_languages <= len(LANGUAGES),
         f"{path} has {len(pieces):,} tokens, which is no vocabulary of a model of {size:,}: English-only "
         "models have gpt2.tiktoken, all others multilingual.tiktoken",
-        CheckpointError,
     )
     special = [
         *("endoftext", "startoftranscript", *list(LANGUAGES)[:n_languages], *TASKS),
@@ -171,9 +155,8 @@ def read_vocabulary(path: Path, size: int) -> Tokenizer:
     vocabulary = {written[piece]: rank for piece, rank in pieces.items()}
     halves = (_halves(piece, pieces) for piece in pieces if len(piece) > 1)
     merges = [(written[first], written[second]) for first, second in halves]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = assembled(models.BPE(vocabulary, merges), None, split, decoders.ByteLevel())
     tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=True, normalized=False) for name in special])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in timestamps])
     around = ["<|startoftranscript|>", "<|notimestamps|>", "<|endoftext|>"]
@@ -204,7 +187,6 @@ def _pieces(path: Path) -> dict[bytes, int]:
     refuse(
         [pieces[piece] for piece in ordered] != list(range(len(lines))) or not single <= pieces.keys(),
         f"{path} is no whole vocabulary: ranks must go from 0 on, each once, and every byte be a token",
-        CheckpointError,
     )
     return {piece: pieces[piece] for piece in ordered}
 
@@ -223,9 +205,9 @@ def rules_of(tokenizer: Tokenizer, positions: int, path: Path) -> dict[str, Any]
     """Return the generation_config.json of a model with this tokenizer, as OpenAI's own decoding goes."""
 
     def number(name: str) -> int:
-        found = tokenizer.token_to_id(f"<|{name}|>")
-        assert found is not None, path
-        return int(found)
+        token = tokenizer.token_to_id(f"<|{name}|>")
+        assert token is not None, path
+        return int(token)
 
     first = number("transcribe")
     multilingual = tokenizer.get_vocab_size() > OFFICIAL + 99
@@ -252,10 +234,10 @@ def rules_of(tokenizer: Tokenizer, positions: int, path: Path) -> dict[str, Any]
 
 def _signs(tokenizer: Tokenizer) -> set[int]:
     """Return the tokens that begin with a sign: each that is one token, and the first of a note."""
-    found = {tokenizer.encode(text, add_special_tokens=False).ids[0] for text in (" -", " '")}
+    ids_found = {tokenizer.encode(text, add_special_tokens=False).ids[0] for text in (" -", " '")}
     for sign in (*LETTERS, *GROUPS.split(), *MUSIC):
         for text in (sign, f" {sign}"):
             ids = tokenizer.encode(text, add_special_tokens=False).ids
             if len(ids) == 1 or sign in MUSIC:
-                found.add(ids[0])
-    return found
+                ids_found.add(ids[0])
+    return ids_found

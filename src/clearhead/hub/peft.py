@@ -1,4 +1,4 @@
-"""PEFT adapters: low-rank updates on disk, both ways, and applied to a model, merged or beside its weights.
+"""PEFT adapters: low-rank updates on disk, both ways, and applied to a model, merged or next to its weights.
 
 `adapter_config.json` has the settings, `adapter_model.safetensors` the tensors. A layer of theirs may be
 several of ours, such as joined queries, keys and values: its A serves all of them, and its B is divided as
@@ -24,7 +24,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, nearest
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.checkpoint import empty_model, matching_rules, more
-from clearhead.hub.files import read_json, refuse, whole_folder, write_json
+from clearhead.hub.files import read_json, refuse, refuse_key, whole_folder, write_json
 from clearhead.hub.rules import JOINED_TRANSPOSED, TRANSPOSED, Rule
 from clearhead.hub.weights import Entry, Outgoing, open_tensors, write_tensors
 from clearhead.run.kernels.lora import LoraLinear, merge
@@ -53,50 +53,44 @@ def checked_settings(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
     usual = {"r": 8, "lora_alpha": 8, "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False}
     settings = {**usual, **{key: value for key, value in given.items() if value is not None}}
     wrong = f"{folder / SETTINGS} has"
-    kind = settings.get("peft_type", "LORA")
-    refuse(kind != "LORA", f"{wrong} peft_type {kind!r}: only LORA is supported")
-    bias = settings.get("bias", "none")
-    refuse(bias != "none", f"{wrong} bias {bias!r}: only updates without biases are supported")
-    start = settings.get("init_lora_weights")
-    refuse(
-        start not in PLAIN_STARTS,
-        f"{wrong} init_lora_weights {start!r}, which changes the model's own weights: convert it with PEFT",
-    )
+    only = {
+        "peft_type": (("LORA",), "only LORA is supported"),
+        "bias": (("none",), "only updates without biases are supported"),
+        "init_lora_weights": (PLAIN_STARTS, "it changes the model's own weights: convert it with PEFT"),
+    }
+    for key, (supported, reason) in only.items():
+        value = settings.get(key, supported[0])
+        refuse_key(value not in supported, key, value, reason, folder / SETTINGS)
     for key, value in settings.items():
-        refuse(
-            key not in WITHOUT_EFFECT | HONOURED and value not in (False, [], {}, ""),
-            f"{wrong} {key} {str(value)[:40]}, which is not supported: merge the adapter with PEFT instead",
-        )
+        unknown = key not in WITHOUT_EFFECT | HONOURED and value not in (False, [], {}, "")
+        refuse_key(unknown, key, value, "not supported: merge the adapter with PEFT", folder / SETTINGS)
     numbers = [settings["r"], *_table(folder, settings, "rank_pattern").values()]
     refuse(
-        not all(type(one) is int and one >= 1 for one in numbers),
+        not all(type(number) is int and number >= 1 for number in numbers),
         f"{wrong} a rank in r or rank_pattern that is no whole number from 1 on",
     )
     alphas = [settings["lora_alpha"], *_table(folder, settings, "alpha_pattern").values()]
     refuse(
-        not all(type(one) in (int, float) and abs(one) < MOST for one in alphas),
+        not all(type(alpha) in (int, float) and abs(alpha) < MOST for alpha in alphas),
         f"{wrong} a factor in lora_alpha or alpha_pattern that is no number below {MOST:.0e}",
     )
     refuse(type(settings["use_rslora"]) is not bool, f"{wrong} use_rslora that is neither true nor false")
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
-        found = settings.get(key, [] if key != "target_modules" else None)
-        refuse(
-            not (isinstance(found, str) or (isinstance(found, list) and all(map(_is_text, found)))),
-            f"{wrong} {key} {str(found)[:40]}: they must be names of layers, or an expression",
-        )
+        names = settings.get(key, [] if key != "target_modules" else None)
+        listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        allowed = "they must be names of layers, or an expression"
+        refuse_key(not listed and not isinstance(names, str), key, names, allowed, folder / SETTINGS)
     patterns = settings.get("layers_pattern", [])
-    for one in [patterns] if isinstance(patterns, str) else patterns:
-        refuse(_expression(one).groups, f"{wrong} layers_pattern {one!r:.60}: groups in it are not supported")
-    chosen = settings.get("layers_to_transform", [])
-    refuse(
-        not all(type(one) is int for one in (chosen if isinstance(chosen, list) else [chosen])),
-        f"{wrong} layers_to_transform {str(chosen)[:40]}: it must be a number or a list of numbers",
-    )
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        refuse(
+            _expression(pattern).groups,
+            f"{wrong} layers_pattern {pattern!r:.60}: groups in it are not supported",
+        )
+    layers = settings.get("layers_to_transform", [])
+    whole = all(type(layer) is int for layer in (layers if isinstance(layers, list) else [layers]))
+    allowed = "it must be a number or a list of numbers"
+    refuse_key(not whole, "layers_to_transform", layers, allowed, folder / SETTINGS)
     return settings
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
 
 
 def _expression(text: str, around: str = "{}") -> re.Pattern[str]:
@@ -115,17 +109,16 @@ def _is_slow(text: str) -> bool:
     """Return whether an expression has many repetitions, or one within another."""
     bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", text)  # without what stands for a letter
     many = len(re.findall(r"[*+{]", bare)) > REPEATS
-    inner, found = re.compile(r"\(([^()]*)\)"), 1
-    while found:  # a group becomes a letter, repeated where something in it is
-        bare, found = inner.subn(lambda group: "x*" if re.search(r"[*+{]", group[1]) else "x", bare)
+    inner, groups = re.compile(r"\(([^()]*)\)"), 1
+    while groups:  # a group becomes a letter, repeated where something in it is
+        bare, groups = inner.subn(lambda group: "x*" if re.search(r"[*+{]", group[1]) else "x", bare)
     return many or re.search(r"\*[*+{]", bare) is not None
 
 
 def _table(folder: Path, settings: dict[str, Any], key: str) -> dict[str, Any]:
-    found = settings[key]
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{folder / SETTINGS} has {key} {str(found)[:40]}: it must be a table")
-    return found
+    is_table = isinstance(settings[key], dict)
+    refuse_key(not is_table, key, settings[key], "it must be a table", folder / SETTINGS)
+    return dict(settings[key])
 
 
 def is_target(settings: Mapping[str, Any], name: str) -> bool:
@@ -138,11 +131,11 @@ def is_target(settings: Mapping[str, Any], name: str) -> bool:
     if numbers is None or numbers == []:
         return is_named(settings["target_modules"], name)
     patterns = settings.get("layers_pattern") or [r"[^.]*"]
-    found = (
+    numbered = (
         re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name)
         for pattern in ([patterns] if isinstance(patterns, str) else patterns)
     )
-    first = next(filter(None, found), None)
+    first = next(filter(None, numbered), None)
     chosen = numbers if isinstance(numbers, list) else [numbers]
     return first is not None and int(first.group(1)) in chosen and is_named(settings["target_modules"], name)
 
@@ -151,13 +144,15 @@ def is_named(names: str | Iterable[str], name: str) -> bool:
     """Return whether an expression, or one of several names, is that of a layer."""
     if isinstance(names, str):
         return _expression(names).fullmatch(name) is not None
-    return any(name == one or name.endswith(f".{one}") for one in names)
+    return any(name == known or name.endswith(f".{known}") for known in names)
 
 
 def by_pattern(settings: Mapping[str, Any], key: str, name: str, usual: Any) -> Any:
     """Return the value of the first pattern that ends the name of a layer."""
-    found = (value for one, value in settings[key].items() if _expression(one, r"(.*\.)?({})$").match(name))
-    return next(found, usual)
+    values = (
+        value for pattern, value in settings[key].items() if _expression(pattern, r"(.*\.)?({})$").match(name)
+    )
+    return next(values, usual)
 
 
 STEM = "adapter_model"
@@ -196,8 +191,8 @@ def read_adapter(folder: Path, config: ModelConfig, architecture: Architecture) 
     )
     entries = open_tensors(folder, STEM)
     model = empty_model(config)
-    layers, found = linear_layers(model, architecture), _paired(folder, entries)
-    known = {name if name in layers else architecture.prefix + name: name for name in found}
+    layers, pairs = linear_layers(model, architecture), _paired(folder, entries)
+    known = {name if name in layers else architecture.prefix + name: name for name in pairs}
     wrong = sorted(name for name in known if name not in layers)
     refuse(
         wrong,
@@ -216,9 +211,9 @@ def read_adapter(folder: Path, config: ModelConfig, architecture: Architecture) 
     )
     updates: dict[str, RankUpdate] = {}
     for name, stored in known.items():
-        a, b = found[stored]
+        a, b = pairs[stored]
         rule = layers[name]
-        sizes = [tuple(model.get_parameter(one).shape) for one in rule.ours]
+        sizes = [tuple(model.get_parameter(parameter).shape) for parameter in rule.ours]
         rank = by_pattern(settings, "rank_pattern", name, settings["r"])
         shapes = ((rank, sizes[0][1]), (sum(size[0] for size in sizes), rank))
         refuse(
@@ -226,29 +221,23 @@ def read_adapter(folder: Path, config: ModelConfig, architecture: Architecture) 
             f"{folder}: the update of {stored} has shapes {a.shape} and {b.shape}, and the model and rank "
             f"{rank} need {shapes[0]} and {shapes[1]}",
         )
-        kinds = {str(one.dtype).removeprefix("torch.") for one in (a, b) if not one.dtype.is_floating_point}
+        kinds = {
+            str(entry.dtype).removeprefix("torch.") for entry in (a, b) if not entry.dtype.is_floating_point
+        }
         refuse(
             kinds,
             f"{folder}: the update of {stored} has numbers of {' and '.join(sorted(kinds))}: they must be "
             "floating-point",
         )
-        down, up = (wide(one.read()).clone() for one in (a, b))
+        down, up = (wide(entry.read()).clone() for entry in (a, b))
         refuse(
             not (down.isfinite().all() and up.isfinite().all()),
             f"{folder}: the update of {stored} holds NaN or infinite numbers: the file is broken, or the run "
             "that wrote it had diverged",
         )
-        updates |= _divided(
-            rule,
-            RankUpdate(
-                down,
-                up,
-                float(by_pattern(settings, "alpha_pattern", name, settings["lora_alpha"])),
-                settings["use_rslora"],
-            ),
-            [size[0] for size in sizes],
-            config,
-        )
+        alpha = float(by_pattern(settings, "alpha_pattern", name, settings["lora_alpha"]))
+        update = RankUpdate(down, up, alpha, settings["use_rslora"])
+        updates |= _divided(rule, update, [size[0] for size in sizes], config)
     return updates
 
 
@@ -258,7 +247,7 @@ def linear_layers(model: Transformer, architecture: Architecture) -> dict[str, R
         rule.theirs.removesuffix(".weight"): rule
         for rule in matching_rules(model, architecture)
         if rule.theirs.endswith(".weight")
-        and all(isinstance(model.get_submodule(_layer(one)), nn.Linear) for one in rule.ours)
+        and all(isinstance(model.get_submodule(_layer(parameter)), nn.Linear) for parameter in rule.ours)
     }
 
 
@@ -320,9 +309,9 @@ def write_adapter(
     refuse(left, f"no rule of {architecture.model_type} writes an update of {''.join(sorted(left)[:1])}")
     refuse(not updates, "the adapter has no updates: there is nothing to write")
     tensors = {
-        f"{PREFIX}{name}{end}": _written(one)
+        f"{PREFIX}{name}{end}": _written(matrix)
         for name, update in updates.items()
-        for end, one in zip(ENDS, (update.a, update.b))
+        for end, matrix in zip(ENDS, (update.a, update.b))
     }
     with whole_folder(folder) as work:
         write_tensors(work, STEM, tensors, lambda name, owner: None)
@@ -335,24 +324,25 @@ def _written(tensor: Tensor) -> Outgoing:
 
 def _joined(rule: Rule, adapter: Adapter, model: Transformer) -> RankUpdate:
     """Return the updates of our layers as that of theirs: with one A where they share it, else with all."""
-    given = [adapter.get(_layer(name)) for name in rule.ours]
-    present = [one for one in given if one is not None]
+    updates = [adapter.get(_layer(name)) for name in rule.ours]
+    present = [update for update in updates if update is not None]
     first = present[0]
-    shared = len(present) == len(given) and all(
-        (one.alpha, one.rank_stabilized) == (first.alpha, first.rank_stabilized)
-        and torch.equal(one.a, first.a)
-        for one in present
+    shared = len(present) == len(updates) and all(
+        (update.alpha, update.rank_stabilized) == (first.alpha, first.rank_stabilized)
+        and torch.equal(update.a, first.a)
+        for update in present
     )
     if shared:
-        a, blocks, alpha, stabilized = first.a, [one.b for one in present], first.alpha, first.rank_stabilized
+        a, alpha, stabilized = first.a, first.alpha, first.rank_stabilized
+        blocks = [update.b for update in present]
     else:
-        ranks = [0 if one is None else one.a.shape[0] for one in given]
-        a = torch.cat([one.a for one in present])
+        ranks = [0 if update is None else update.a.shape[0] for update in updates]
+        a = torch.cat([update.a for update in present])
         alpha, stabilized, blocks, before = first.scale * sum(ranks), False, [], 0
-        for one, name, rank in zip(given, rule.ours, ranks):
+        for update, name, rank in zip(updates, rule.ours, ranks):
             placed = a.new_zeros(model.get_parameter(name).shape[0], sum(ranks))
-            if one is not None:
-                placed[:, before : before + rank] = one.b * (one.scale / first.scale)
+            if update is not None:
+                placed[:, before : before + rank] = update.b * (update.scale / first.scale)
             blocks.append(placed)
             before += rank
     theirs = rule.operation.save(blocks, model.config)[0]
@@ -366,11 +356,13 @@ def _settings(
     base: str | Path | None,
 ) -> dict[str, Any]:
     """Return adapter_config.json: the commonest rank and factor, and patterns for the others."""
-    ranks = {name: one.a.shape[0] for name, one in updates.items()}
-    stabilized = any(one.rank_stabilized for one in updates.values())
+    ranks = {name: update.a.shape[0] for name, update in updates.items()}
+    stabilized = any(update.rank_stabilized for update in updates.values())
     alphas = {
-        name: one.scale * math.sqrt(ranks[name]) if stabilized and not one.rank_stabilized else one.alpha
-        for name, one in updates.items()
+        name: update.scale * math.sqrt(ranks[name])
+        if stabilized and not update.rank_stabilized
+        else update.alpha
+        for name, update in updates.items()
     }
     (rank, _), (alpha, _) = (Counter(some.values()).most_common(1)[0] for some in (ranks, alphas))
     short = sorted({name.rpartition(".")[2] for name in updates})
@@ -382,8 +374,8 @@ def _settings(
         "inference_mode": True,
         "r": rank,
         "lora_alpha": _number(alpha),
-        "rank_pattern": {name: one for name, one in ranks.items() if one != rank},
-        "alpha_pattern": {name: _number(one) for name, one in alphas.items() if one != alpha},
+        "rank_pattern": {name: other for name, other in ranks.items() if other != rank},
+        "alpha_pattern": {name: _number(other) for name, other in alphas.items() if other != alpha},
         "use_rslora": stabilized,
         "target_modules": short if fits else sorted(updates),
         "fan_in_fan_out": any(_is_flipped(layers[name]) for name in updates),
@@ -401,7 +393,7 @@ def _number(value: float) -> int | float:
 
 
 class Adapters:
-    """The adapters of one model, by name: any of them may be used at once, merged or beside the weights."""
+    """The adapters of one model, by name: any of them may be used at once, merged or next to the weights."""
 
     def __init__(self, model: Transformer, architecture: Architecture) -> None:
         self.model, self.architecture = model, architecture
@@ -433,18 +425,18 @@ class Adapters:
                 part = self.model.get_submodule(layer)
                 weight = next(part.parameters())
                 wide = torch.promote_types(weight.dtype, update.a.dtype)
-                a, b = (one.to(weight.device, wide) for one in (update.a, update.b))
+                a, b = (matrix.to(weight.device, wide) for matrix in (update.a, update.b))
                 self.model.set_submodule(layer, LoraLinear.of(part, a, b, update.scale).eval())
         if merged:
             merge(self.model)
         self.used = names
 
-    def products(self, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    def scaled_matrices(self, name: str) -> dict[str, tuple[Tensor, Tensor]]:
         """Return A and B of each layer, with the factor in A, in the model's dtype and on its device."""
         weight = next(self.model.parameters())
         return {
-            layer: ((one.scale * one.a).to(weight), one.b.to(weight))
-            for layer, one in self.known[name].items()
+            layer: ((update.scale * update.a).to(weight), update.b.to(weight))
+            for layer, update in self.known[name].items()
         }
 
     def save(self, name: str, folder: str | Path, base: str | Path | None = None) -> None:
@@ -461,14 +453,14 @@ def is_adapter(folder: Path) -> bool:
 def base_of(folder: Path) -> Path:
     """Return the directory of the model that an adapter says it belongs to."""
     stated = read_json(folder / SETTINGS).get("base_model_name_or_path")
-    places = [Path(stated), folder / stated] if isinstance(stated, str) and stated else []
-    found = next((place for place in places if place.exists() and not is_adapter(place)), None)
-    if found is None:
+    folders = [Path(stated), folder / stated] if isinstance(stated, str) and stated else []
+    base = next((path for path in folders if path.exists() and not is_adapter(path)), None)
+    if base is None:
         raise CheckpointError(
             f"{folder} holds an adapter of {stated!r}, which is no model directory here: "
             "load the model, and add this directory to its adapters"
         )
-    return found
+    return base
 
 
 def trained_updates(model: nn.Module, alpha: float) -> dict[str, RankUpdate]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
-from clearhead.hub.files import read_json_if_any
+from clearhead.hub.files import read_json_if_any, refuse_key
 from clearhead.learn.data.pictures import pixels_of
 from clearhead.learn.data.sounds import Samples
 
@@ -35,14 +35,14 @@ DEFAULTS: dict[str, Any] = {  # of ViTImageProcessor
     **{"do_rescale": True, "rescale_factor": 1 / 255},
     **{"do_normalize": True, "image_mean": 0.5, "image_std": 0.5},
 }
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 # What differs elsewhere, and whether one number is the shorter side of an image, or both.
 OWN_DEFAULTS: dict[str, tuple[dict[str, Any], bool]] = {
     "ViT": ({}, False),
     "CLIP": (
         {
             **{"size": {"shortest_edge": 224}, "resample": 3, "do_center_crop": True, "crop_size": 224},
-            "image_mean": [0.48145466, 0.4578275, 0.40821073],
-            "image_std": [0.26862954, 0.26130258, 0.27577711],
+            **{"image_mean": CLIP_MEAN, "image_std": CLIP_STD},
         },
         True,
     ),
@@ -109,8 +109,8 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
     )
     own, shorter = OWN_DEFAULTS[CLASSES[kind]]
     if settings:
-        given = {name: value for name, value in settings.items() if value is not None}
-        settings = {**DEFAULTS, **own, **given}
+        stated = {name: value for name, value in settings.items() if value is not None}
+        settings = {**DEFAULTS, **own, **stated}
     image = _framed(image, size, settings, shorter)
     pixels = image.float()
     if settings.get("do_rescale", True):
@@ -127,10 +127,10 @@ def _framed(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any], s
     """Resize and crop bytes [C, H, W] -> [C, *size]; one number is the `shorter` side, or both."""
     stated, crop = settings.get("size", size), settings.get("do_center_crop", False)
     frame = _sides(stated, image, shorter)
-    made = _sides(settings.get("crop_size", size), image, False) if crop else frame
+    result = _sides(settings.get("crop_size", size), image, False) if crop else frame
     fixed = crop or frame == _sides(stated, image.transpose(1, 2), shorter)  # whatever image is given
     refuse(
-        settings.get("do_pad") or (crop and "crop_size" not in settings) or (fixed and made != size),
+        settings.get("do_pad") or (crop and "crop_size" not in settings) or (fixed and result != size),
         f"{PREPROCESSOR} makes images of size {stated}, not by a resize to {list(size)}: give pixels",
         CheckpointError,
     )
@@ -196,11 +196,8 @@ def _pillow(action: str) -> Any:
 def _per_channel(values: Any, channels: int, name: str) -> Tensor:
     """Return one number for each channel: [C, 1, 1]."""
     listed = values if isinstance(values, list) else [values] * channels
-    refuse(
-        len(listed) != channels or not all(isinstance(value, int | float) for value in listed),
-        f"{PREPROCESSOR} has {name} {values}: it must be {channels} numbers, one per channel",
-        CheckpointError,
-    )
+    fits = len(listed) == channels and all(isinstance(value, int | float) for value in listed)
+    refuse_key(not fits, name, values, f"it must be {channels} numbers, one per channel", PREPROCESSOR)
     return torch.tensor(listed, dtype=torch.float32)[:, None, None]
 
 
@@ -244,6 +241,8 @@ CLASS = "WhisperFeatureExtractor"
 HIGHEST = 8_000.0  # Hz, of the highest band, whatever the rate is
 QUIETEST = 1e-10  # power that counts as silence
 RANGE = 8.0  # powers of ten below the loudest moment that are told apart
+# Slaney's scale is linear up to 1,000 Hz, which is 15 mel, and logarithmic above: 6.4 times in 27 steps.
+KNEE, LINEAR, LOG_STEP = 1000.0, 15.0 / 1000.0, math.log(6.4) / 27.0
 
 
 @dataclass(frozen=True)
@@ -285,34 +284,25 @@ def spectrogram_of(settings: Mapping[str, Any], config: ModelConfig) -> Spectrog
     """Return how a model's sound becomes frames, as preprocessor_config.json says, else as usual."""
     kind = settings.get("feature_extractor_type") or CLASS
     refuse(kind != CLASS, f"{PREPROCESSOR} is for {kind}: sound is read by {CLASS}", CheckpointError)
-    refuse(
-        settings.get("dither"),
-        f"{PREPROCESSOR} has dither {settings.get('dither')}: only 0 is supported, which adds no noise",
-        CheckpointError,
-    )
+    dither = settings.get("dither")
+    refuse_key(dither, "dither", dither, "only 0 is supported, which adds no noise", PREPROCESSOR)
     stated = {entry.name: settings[entry.name] for entry in fields(Spectrogram) if entry.name in settings}
     for name, value in stated.items():
         whole = name == "padding_value" or (type(value) is int and 1 <= value < 2**24)
-        refuse(
-            not whole or not isinstance(value, int | float) or not math.isfinite(value),
-            f"{PREPROCESSOR} has {name} {str(value)[:24]!r}: it must be a number, whole and 1 or more",
-            CheckpointError,
-        )
-    made = Spectrogram(**{"feature_size": config.d_input, **stated})
+        number = whole and isinstance(value, int | float) and math.isfinite(value)
+        refuse_key(not number, name, value, "it must be a number, whole and 1 or more", PREPROCESSOR)
+    spectrogram = Spectrogram(**{"feature_size": config.d_input, **stated})
     spec = config.stacks[0]
-    positions = spec.n_tokens(made.window // made.hop_length)
+    positions = spec.n_tokens(spectrogram.window // spectrogram.hop_length)
     refuse(
-        made.feature_size != config.d_input or positions != spec.max_positions,
-        f"{PREPROCESSOR} makes {positions} positions of {made.feature_size} bands, and the model reads "
-        f"{spec.max_positions} of {config.d_input}: change chunk_length, hop_length or feature_size",
+        spectrogram.feature_size != config.d_input or positions != spec.max_positions,
+        f"{PREPROCESSOR} makes {positions} positions of {spectrogram.feature_size} bands, and the model "
+        f"reads {spec.max_positions} of {config.d_input}: change chunk_length, hop_length or feature_size",
         CheckpointError,
     )
-    refuse(
-        made.n_fft // 2 >= made.window,
-        f"{PREPROCESSOR} has n_fft {made.n_fft}: it must be shorter than two windows",
-        CheckpointError,
-    )
-    return made
+    long = spectrogram.n_fft // 2 >= spectrogram.window
+    refuse_key(long, "n_fft", spectrogram.n_fft, "it must be shorter than two windows", PREPROCESSOR)
+    return spectrogram
 
 
 @functools.lru_cache(maxsize=8)
@@ -323,22 +313,11 @@ def mel_bands(count: int, n_fft: int, rate: int) -> NDArray[np.float64]:
     Slaney's mel scale.
     """
     frequencies = np.linspace(0, rate // 2, n_fft // 2 + 1)
-    edges = _hertz(np.linspace(0, _mel(HIGHEST), count + 2))
+    mels = np.linspace(0, KNEE * LINEAR + math.log(HIGHEST / KNEE) / LOG_STEP, count + 2)
+    above = KNEE * np.exp(LOG_STEP * (np.maximum(mels, KNEE * LINEAR) - KNEE * LINEAR))
+    edges = np.where(mels < KNEE * LINEAR, mels / LINEAR, above)  # in Hz
     width = np.diff(edges)
     rising = (frequencies - edges[:-2, None]) / width[:-1, None]
     falling = (edges[2:, None] - frequencies) / width[1:, None]
     triangles = np.maximum(0, np.minimum(rising, falling))
     return np.asarray(triangles * 2 / (edges[2:] - edges[:-2])[:, None])
-
-
-# Slaney's scale is linear up to 1,000 Hz, which is 15 mel, and logarithmic above: 6.4 times in 27 steps.
-KNEE, LINEAR, LOG_STEP = 1000.0, 15.0 / 1000.0, math.log(6.4) / 27.0
-
-
-def _mel(hertz: float) -> float:
-    return hertz * LINEAR if hertz < KNEE else KNEE * LINEAR + math.log(hertz / KNEE) / LOG_STEP
-
-
-def _hertz(mel: NDArray[np.float64]) -> NDArray[np.float64]:
-    above = KNEE * np.exp(LOG_STEP * (np.maximum(mel, KNEE * LINEAR) - KNEE * LINEAR))
-    return np.where(mel < KNEE * LINEAR, mel / LINEAR, above)

@@ -21,7 +21,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError
 from clearhead.hub.architecture import QUANTIZATION, SECTION
 from clearhead.hub.fields import Json
-from clearhead.hub.files import refuse
+from clearhead.hub.files import refuse, refuse_key
 from clearhead.hub.weights import Entry, Outgoing
 from clearhead.run.quant.grid import Grid
 from clearhead.run.quant.layers import PARTS, QuantizedLinear, QuantizedTable, empty_layer, quantized_parts
@@ -30,7 +30,7 @@ METHOD = "clearhead"  # the quant_method that config.json names
 
 
 def described(model: Transformer, config: ModelConfig) -> dict[str, Any]:
-    """Return config.json of a model of few bits: our own section, and its layers."""
+    """Return config.json of a quantized model: our own section, and its layers."""
     layers = {
         name: [part.grid.bits, part.grid.group, part.grid.symmetric] for name, part in _written(model).items()
     }
@@ -43,14 +43,14 @@ def described(model: Transformer, config: ModelConfig) -> dict[str, Any]:
 
 
 def outgoing_codes(model: Transformer) -> dict[str, Outgoing]:
-    """Return the tensors of layers of few bits, by name; their sources are the same names."""
+    """Return the tensors of quantized layers, by name; their sources are the same names."""
     return {
         name: Outgoing(tuple(tensor.shape), tensor.dtype, (name,)) for name, tensor in code_tensors(model)
     }
 
 
 def code_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of layers of few bits, by name."""
+    """Yield the tensors of quantized layers, by name."""
     for name, part in _written(model).items():
         for kind in PARTS:
             tensor = getattr(part, kind)
@@ -71,18 +71,16 @@ def _written(model: Transformer) -> dict[str, Any]:
 
 
 def is_packed(theirs: Mapping[str, Any]) -> bool:
-    """Return True if config.json says that some layers have few bits, in our format."""
+    """Return True if config.json says that some layers are quantized, in our format."""
     stated = theirs.get(QUANTIZATION)
     mine = isinstance(stated, dict) and stated.get("quant_method") == METHOD
-    refuse(
-        bool(stated) and not mine and theirs.get("model_type") == SECTION,
-        f"config.json has {QUANTIZATION} {str(stated)[:40]}: the quant_method of our own files is {METHOD}",
-    )
+    foreign = bool(stated) and not mine and theirs.get("model_type") == SECTION
+    refuse_key(foreign, QUANTIZATION, stated, f"the quant_method of our own files is {METHOD}")
     return mine
 
 
 class Packed:
-    """The layers of few bits of a file, and its other tensors."""
+    """The quantized layers of a file, and its other tensors."""
 
     def __init__(self, folder: Path, theirs: Mapping[str, Any], entries: dict[str, Entry]) -> None:
         self.folder, self.grids = folder, _grids(folder, theirs)
@@ -101,7 +99,7 @@ class Packed:
         return counted
 
     def install(self, model: Transformer) -> None:
-        """Put layers of few bits, read from the file, in the place of a model's empty ones."""
+        """Put quantized layers, read from the file, in the place of a model's empty ones."""
         for name, grid in self.grids.items():
             try:
                 old = model.get_submodule(name)
@@ -148,7 +146,7 @@ class Packed:
 
 
 def _grids(folder: Path, theirs: Mapping[str, Any]) -> dict[str, Grid]:
-    """Return the grid of each layer of few bits, as config.json says."""
+    """Return the grid of each quantized layer, as config.json says."""
     layers = theirs[QUANTIZATION].get("layers")
     wrong = f"{folder / 'config.json'}: {QUANTIZATION} must have layers, each as [bits, group, symmetric]"
     refuse(not isinstance(layers, dict) or not layers, wrong)
@@ -164,7 +162,7 @@ def _grids(folder: Path, theirs: Mapping[str, Any]) -> dict[str, Grid]:
 
 
 def place_like(model: Transformer, dtype: torch.dtype) -> None:
-    """Tell layers of few bits the dtype of the rest of the model."""
+    """Tell quantized layers the dtype of the rest of the model."""
     for part in quantized_parts(model).values():
         part.place = torch.empty(0, dtype=dtype)
 

@@ -13,8 +13,6 @@ from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json_if_any
 from clearhead.hub.vision import SECTIONS, Tower, TowersTable
 
-MODELS_LISTED = "docs/checkpoints.md"
-
 # Tables of each family. `nearest_to` tries them in this order and that of their files: of several that are
 # exact, the best known comes first.
 FAMILIES = (gpt, llama, mixtures, bert, vision, seq2seq)
@@ -40,7 +38,7 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
     if not isinstance(kind, str) or kind not in known:
         names = ", ".join(sorted({**ARCHITECTURES, **TOWERS}))
         raise CheckpointError(
-            f"config.json has model_type {kind!r}: see {MODELS_LISTED} for the models; known are {names}"
+            f"config.json has model_type {kind!r}: see docs/models.md for the models; known are {names}"
         )
     return known[kind]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from clearhead.core.config import ModelConfig, RopeScaling
 from clearhead.hub.fields import ConfigPart, Json
-from clearhead.hub.files import refuse
+from clearhead.hub.files import refuse, refuse_key
 
 TRAINED = "original_max_position_embeddings"
 SCALING_KEYS = {
@@ -61,9 +61,8 @@ def rope(
         whole = 1.0 if fraction is None else fraction
         part = stated.get("partial_rotary_factor", theirs.get(fraction_key, whole))
         part = 1.0 if part is None else float(part)
-        refuse(
-            fraction is None and part != 1,
-            f"config.json has {fraction_key} {part}: this architecture rotates whole heads",
+        refuse_key(
+            fraction is None and part != 1, fraction_key, part, "this architecture rotates whole heads"
         )
         return {
             "rope_base": _base(stated, theirs, theta_key, base),
@@ -108,7 +107,7 @@ def two_ropes(
         near_theta = _base(near, theirs, local_key, local)
         scaling, near_scaling = read_scaling(full, theirs), read_scaling(near, theirs)
         part = full.get("partial_rotary_factor", 1), near.get("partial_rotary_factor", 1)
-        refuse(part != (1, 1), f"config.json has partial_rotary_factor {part}: only 1 is supported here")
+        refuse_key(part != (1, 1), "partial_rotary_factor", part, "only 1 is supported here")
         alike = (theta, scaling) == (near_theta, near_scaling)
         refuse(
             not alike and near_scaling is not None,
@@ -147,27 +146,19 @@ def read_scaling(
     if named in ("default", None):
         return None
     kind: Any = "longrope" if named == "su" else named
-    refuse(
-        kind not in kinds,
-        f'config.json has rope_type "{kind}": supported are {", ".join(("default", *kinds))}',
-    )
+    refuse_key(kind not in kinds, "rope_type", kind, f"supported are {', '.join(('default', *kinds))}")
     trained = theirs.get(TRAINED, usual)
-    refuse(
-        isinstance(trained, int) and trained < 1,
-        f"config.json has {TRAINED} {trained}: it must be 1 at least",
-    )
+    refuse_key(isinstance(trained, int) and trained < 1, TRAINED, trained, "it must be 1 at least")
     merged = stated if trained is None else {**stated, TRAINED: trained}
-    refuse(
-        kind != "longrope" and merged.get("factor") is None,
-        f"config.json has rope_type {kind} and no factor: state it",
-    )
+    factorless = kind != "longrope" and merged.get("factor") is None
+    refuse(factorless, f"config.json has rope_type {kind} and no factor: state it")
     # transformers reads these so: 0 stands for the usual beta, null for false.
     merged = {key: value or None if key.startswith("beta_") else value for key, value in merged.items()}
     merged |= {"truncate": bool(merged["truncate"])} if "truncate" in merged else {}
-    given = {key: merged[key] for key in KEYS_BY_KIND[kind] if merged.get(key) is not None}
+    keys = {key: merged[key] for key in KEYS_BY_KIND[kind] if merged.get(key) is not None}
     values: Json = {
         SCALING_KEYS[key]: tuple(map(float, value)) if isinstance(value, list) else value
-        for key, value in given.items()
+        for key, value in keys.items()
     }
     return RopeScaling(kind=kind, **values)
 
@@ -188,5 +179,5 @@ def write_scaling(config: ModelConfig, base: float, scaling: RopeScaling | None)
 
 def _base(stated: Json, theirs: Json, key: str | None, default: float) -> float:
     outside = None if key is None else theirs.get(key)
-    found = (value for value in (stated.get("rope_theta"), outside) if value is not None)
-    return float(next(found, default))
+    bases = (value for value in (stated.get("rope_theta"), outside) if value is not None)
+    return float(next(bases, default))

@@ -130,7 +130,7 @@ class Rule:
     operation: Operation = SAME
     copy: bool = False  # written even where an earlier rule has written its parameter
     when: Mapping[str, Any] = field(default_factory=dict)  # values of config fields that it needs
-    beside: str = ""  # a parameter that its layer must have
+    needs: str = ""  # a parameter that its layer must have
 
     def applies(self, config: ModelConfig) -> bool:
         """Return whether the rule holds for models with this config."""
@@ -231,14 +231,14 @@ def matches(rules: Iterable[Rule], names: Iterable[str]) -> Iterator[Rule]:
         numbers.setdefault(NUMBER.sub("#", name), []).append(NUMBER.findall(name))
     for rule in rules:
         template = rule.ours[0].replace("{J}", "0")
-        places = NUMBER.findall(template)
-        for found in numbers.get(NUMBER.sub("#", template), []):
-            values = {place: number for place, number in zip(places, found) if place != number}
-            if any(place.isdigit() for place in values):  # the rule is for another number
+        letters = NUMBER.findall(template)
+        for numbers_of in numbers.get(NUMBER.sub("#", template), []):
+            values = {letter: number for letter, number in zip(letters, numbers_of) if letter != number}
+            if any(letter.isdigit() for letter in values):  # the rule is for another number
                 continue
             ours = _our_names(rule, values, present)
             if all(name in present for name in ours) and (
-                not rule.beside or _fill(rule.beside, values) in present
+                not rule.needs or _fill(rule.needs, values) in present
             ):
                 yield dataclasses.replace(rule, theirs=_fill(rule.theirs, values), ours=ours)
 

@@ -7,7 +7,7 @@ frame around a text) follows.
 
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE, Unigram
 
 from clearhead.hub.files import reading, refuse
+from clearhead.hub.tokens.text import assembled
 
 SPACE = "▁"
 UNIGRAM, BYTE_PAIRS, CONTROL, USER_DEFINED = 1, 2, 3, 4  # of the file's two enumerations
@@ -121,11 +122,6 @@ def _number(data: bytes, at: int) -> tuple[int, int]:
 # Families ---------------------------------------------------------------------------------------------------
 
 
-def t5(model: PieceModel, settings: Settings) -> Tokenizer:
-    """Build T5's and mT5's, `</s>` after the text."""
-    return _words(model)
-
-
 def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build XLM-RoBERTa's."""
     return _words(model, prefix=settings.get("add_prefix_space", True))
@@ -134,8 +130,8 @@ def xlm_roberta(model: PieceModel, settings: Settings) -> Tokenizer:
 def camembert(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build CamemBERT's, whose unknown token is looked up by its text."""
     unknown = token_text(settings.get("unk_token", "<unk>"))
-    places = [place for place, (text, _) in enumerate(model.scores) if text == unknown]
-    return xlm_roberta(replace(model, unk_id=places[0] if places else 0), settings)
+    unk_id = next((number for number, (text, _) in enumerate(model.scores) if text == unknown), 0)
+    return xlm_roberta(replace(model, unk_id=unk_id), settings)
 
 
 def siglip(model: PieceModel, settings: Settings) -> Tokenizer:
@@ -158,11 +154,9 @@ def albert(model: PieceModel, settings: Settings) -> Tokenizer:
 
 def big_bird(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build BigBird's: runs of spaces are one, and nothing else is normalised."""
-    unknown = (token_text(settings.get("unk_token")) or "<unk>", 0.0)
-    unk_id = model.scores.index(unknown) if unknown in model.scores else 100  # where released files have it
     scheme = "always" if settings.get("add_prefix_space", True) else "never"
     return assembled(
-        Unigram(model.scores, unk_id, byte_fallback=False),
+        _unigram(model, settings, "<unk>", 100),
         normalizers.Replace(Regex(" {2,}"), SPACE),
         pre_tokenizers.Metaspace(SPACE, scheme, split=True),
         decoders.Metaspace(SPACE, scheme, split=True),
@@ -171,7 +165,6 @@ def big_bird(model: PieceModel, settings: Settings) -> Tokenizer:
 
 def deberta(model: PieceModel, settings: Settings) -> Tokenizer:
     """Build DeBERTa's (v2 and v3): runs of spaces are one, and the file's own normalisation is not used."""
-    unknown = (token_text(settings.get("unk_token")) or "[UNK]", 0.0)
     steps = [
         *([normalizers.Lowercase()] if settings.get("do_lower_case", False) else []),
         normalizers.Replace(Regex(r"\s{2,}|[\n\r\t]"), " "),
@@ -179,9 +172,8 @@ def deberta(model: PieceModel, settings: Settings) -> Tokenizer:
     ]
     scheme = "always" if settings.get("add_prefix_space", True) else "first"
     apart = [pre_tokenizers.Punctuation("isolated")] if settings.get("split_by_punct", False) else []
-    unk_id = model.scores.index(unknown) if unknown in model.scores else 1
     return assembled(
-        Unigram(model.scores, unk_id, byte_fallback=False),
+        _unigram(model, settings, "[UNK]", 1),
         normalizers.Sequence(steps),
         pre_tokenizers.Sequence([*apart, pre_tokenizers.Metaspace(SPACE, scheme)]),
         decoders.Metaspace(SPACE, scheme),
@@ -210,7 +202,6 @@ def gemma(model: PieceModel, settings: Settings) -> Tokenizer:
     return assembled(
         _bpe(model, fallback=True, unk=token_text(settings.get("unk_token")) or "<unk>"),
         normalizers.Replace(" ", SPACE),
-        words=None,
         decoder=_spell(strip=False),
     )
 
@@ -235,7 +226,7 @@ def plain(model: PieceModel, settings: Settings) -> Tokenizer:
 
 
 FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
-    "T5": t5,
+    "T5": lambda model, settings: _words(model),
     "XLMRoberta": xlm_roberta,
     "Camembert": camembert,
     "Siglip": siglip,
@@ -321,11 +312,11 @@ def token_text(token: Any) -> str | None:
 # Parts ------------------------------------------------------------------------------------------------------
 
 
-def assembled(units: Any, normalizer: Any, words: Any, decoder: Any) -> Tokenizer:
-    """Return a tokenizer of these parts: its model, and what normalises, splits into words and decodes."""
-    tokenizer = Tokenizer(units)
-    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, words, decoder
-    return tokenizer
+def _unigram(model: PieceModel, settings: Settings, unknown: str, released: int) -> Unigram:
+    """Return a Unigram model; `released` is the id of the unknown token where the file has no such piece."""
+    piece = (token_text(settings.get("unk_token")) or unknown, 0.0)
+    unk_id = model.scores.index(piece) if piece in model.scores else released
+    return Unigram(model.scores, unk_id, byte_fallback=False)
 
 
 def _words(model: PieceModel, before: list[Any] | None = None, prefix: bool = True) -> Tokenizer:
@@ -345,12 +336,14 @@ def _words(model: PieceModel, before: list[Any] | None = None, prefix: bool = Tr
 def _bpe(model: PieceModel, fallback: bool, unk: str | None = None) -> BPE:
     """Return a BPE model; without merges of its own, the pieces stand in the order of merging."""
     ids = model.ids or {text: index for index, (text, _) in enumerate(model.scores)}
-    merges = model.merges
-    if merges is None:
-        in_order = sorted(ids, key=ids.__getitem__)
-        halves = ((text[:cut], text[cut:]) for text in in_order for cut in range(1, len(text)))
-        merges = [(first, second) for first, second in halves if first in ids and second in ids]
+    merges = merges_of(sorted(ids, key=ids.__getitem__), ids) if model.merges is None else model.merges
     return BPE(ids, merges, unk_token=unk, fuse_unk=True, byte_fallback=fallback)
+
+
+def merges_of(pieces: Iterable[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the pairs of pieces that make these pieces, in their order."""
+    halves = ((text[:cut], text[cut:]) for text in pieces for cut in range(1, len(text)))
+    return [(first, second) for first, second in halves if first in ids and second in ids]
 
 
 def _charsmap(model: PieceModel) -> list[Any]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from clearhead.errors import InputError
-from clearhead.hub.files import WEIGHTS, read_json, read_json_if_any, reading, refuse, write_json
+from clearhead.hub.files import WEIGHTS, read_json, read_json_if_any, reading, refuse, refuse_key, write_json
 from clearhead.hub.weights import open_weights
 
 NAME = "sentence_embedding"  # of what the modules after a pooling read and write
@@ -23,47 +23,41 @@ NAME = "sentence_embedding"  # of what the modules after a pooling read and writ
 # Poolings ---------------------------------------------------------------------------------------------------
 
 
-def _first(hidden: Tensor, counted: Tensor) -> Tensor:
-    return _picked(hidden, counted.int().argmax(1))
-
-
-def _last(hidden: Tensor, counted: Tensor) -> Tensor:
-    place = counted.shape[1] - 1 - counted.flip(1).int().argmax(1)
-    return _picked(hidden * counted[:, :, None], place)
-
-
-def _largest(hidden: Tensor, counted: Tensor) -> Tensor:
-    return hidden.masked_fill(~counted[:, :, None], -torch.inf).amax(1)
-
-
-def _mean(hidden: Tensor, counted: Tensor) -> Tensor:
-    return _weighed(hidden, counted.to(hidden.dtype))
-
-
-def _root_mean(hidden: Tensor, counted: Tensor) -> Tensor:
-    count = counted.sum(1, keepdim=True).to(hidden.dtype)
-    return _mean(hidden, counted) * count.sqrt()
-
-
-def _later_more(hidden: Tensor, counted: Tensor) -> Tensor:
-    places = torch.arange(1, hidden.shape[1] + 1, device=hidden.device, dtype=hidden.dtype)
-    return _weighed(hidden, counted * places)
-
-
-def _weighed(hidden: Tensor, weights: Tensor) -> Tensor:
+def _weighted_mean(hidden: Tensor, weights: Tensor) -> Tensor:
     return (hidden * weights[:, :, None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1e-9)
 
 
-def _picked(hidden: Tensor, places: Tensor) -> Tensor:
-    return hidden[torch.arange(hidden.shape[0], device=hidden.device), places]
+def _mean(hidden: Tensor, counted: Tensor) -> Tensor:
+    return _weighted_mean(hidden, counted.to(hidden.dtype))
+
+
+def _at(hidden: Tensor, positions: Tensor) -> Tensor:
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), positions]
+
+
+def _last(hidden: Tensor, counted: Tensor) -> Tensor:
+    return _at(hidden * counted[:, :, None], counted.shape[1] - 1 - counted.flip(1).int().argmax(1))
+
+
+def _later_more(hidden: Tensor, counted: Tensor) -> Tensor:
+    numbers = torch.arange(1, hidden.shape[1] + 1, device=hidden.device, dtype=hidden.dtype)
+    return _weighted_mean(hidden, counted * numbers)
 
 
 # Our name -> theirs in new files, theirs in old ones, the formula. Old files join several in this order.
 POOLINGS: dict[str, tuple[str, str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "cls": ("cls", "cls_token", _first),
-    "max": ("max", "max_tokens", _largest),
+    "cls": ("cls", "cls_token", lambda hidden, counted: _at(hidden, counted.int().argmax(1))),
+    "max": (
+        "max",
+        "max_tokens",
+        lambda hidden, counted: hidden.masked_fill(~counted[:, :, None], -torch.inf).amax(1),
+    ),
     "mean": ("mean", "mean_tokens", _mean),
-    "mean_sqrt_len": ("mean_sqrt_len_tokens", "mean_sqrt_len_tokens", _root_mean),
+    "mean_sqrt_len": (
+        "mean_sqrt_len_tokens",
+        "mean_sqrt_len_tokens",
+        lambda hidden, counted: _mean(hidden, counted) * counted.sum(1, keepdim=True).to(hidden.dtype).sqrt(),
+    ),
     "weightedmean": ("weightedmean", "weightedmean_tokens", _later_more),
     "last": ("lasttoken", "lasttoken", _last),
 }
@@ -80,22 +74,67 @@ def pooled(hidden: Tensor, counted: Tensor, pooling: str) -> Tensor:
 # Layers -----------------------------------------------------------------------------------------------------
 
 
+# Classes of torch.nn that need no arguments; the usual one comes first.
+ACTIVATIONS = (
+    *("Tanh", "Identity", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU", "ELU", "SELU", "CELU", "ReLU6"),
+    *("Mish", "Softplus", "Softsign", "Tanhshrink", "Hardswish", "Hardsigmoid", "Hardtanh", "LogSigmoid"),
+)
+DENSE_KEYS = (
+    *("in_features", "out_features", "bias", "activation_function"),
+    *("module_input_name", "module_output_name", "use_residual"),
+)
+# Modules on the pooled vector, with the names of their tensors. Dropout does nothing but in training.
+LAYERS = {
+    "Dense": ("linear.weight", "linear.bias", "residual.weight"),
+    "LayerNorm": ("norm.weight", "norm.bias"),
+    "Dropout": (),
+    "Normalize": (),
+}
+
+
 @dataclass(frozen=True, eq=False)
 class VectorLayer:
-    """A module on the pooled vector; `stated` is its config.json."""
+    """A module on the pooled vector: its kind, its config.json and its weights."""
 
-    stated: Mapping[str, Any]
-    weights: Mapping[str, Tensor]
-    kind: ClassVar[str] = ""
-    tensors: ClassVar[tuple[str, ...]] = ()
+    kind: str  # one of LAYERS
+    stated: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map [B, W] -> [B, W']."""
+        weights = {name: weight.to(x) for name, weight in self.weights.items()}
+        match self.kind:
+            case "Normalize":
+                return nnf.normalize(x, dim=-1)
+            case "LayerNorm":
+                return nnf.layer_norm(x, x.shape[-1:], weights["norm.weight"], weights["norm.bias"])
+            case "Dense":
+                y: Tensor = nnf.linear(x, weights["linear.weight"], weights.get("linear.bias"))
+                y = _activation(self.stated)(y)
+                if not self.stated.get("use_residual"):
+                    return y
+                wide = weights.get("residual.weight")
+                return y + (x if wide is None else nnf.linear(x, wide))
         return x
 
     def width(self, before: int) -> int:
-        """Return the width of what comes out, where `before` goes in."""
-        return before
+        """Return the width of what comes out, where `before` goes in; refuse weights of other shapes."""
+        after, wanted = before, dict[str, tuple[int, ...]]()
+        if self.kind == "LayerNorm":
+            wanted = dict.fromkeys(LAYERS["LayerNorm"], (before,))
+        if self.kind == "Dense":
+            after = int(self.stated["out_features"])
+            wanted["linear.weight"] = (after, before)
+            if self.stated.get("bias", True):
+                wanted["linear.bias"] = (after,)
+            if self.stated.get("use_residual") and after != before:
+                wanted["residual.weight"] = (after, before)
+        shapes = {name: tuple(value.shape) for name, value in self.weights.items()}
+        refuse(
+            shapes != wanted,
+            f"a module {self.kind} has tensors {shapes} where the pooled vector needs {wanted}",
+        )
+        return after
 
     def write(self, folder: Path) -> None:
         """Write the module as sentence-transformers does."""
@@ -104,129 +143,40 @@ class VectorLayer:
         if self.weights:
             save_file({name: value.contiguous() for name, value in self.weights.items()}, folder / WEIGHTS)
 
-    def _of(self, name: str, x: Tensor) -> Tensor | None:
-        found = self.weights.get(name)
-        return None if found is None else found.to(x)
-
-
-class DroppedVector(VectorLayer):
-    """Dropout, which does nothing but in training."""
-
-    kind = "Dropout"
-
-
-class UnitVector(VectorLayer):
-    """Scale a vector to length one."""
-
-    kind = "Normalize"
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map [B, W] -> [B, W]."""
-        return nnf.normalize(x, dim=-1)
-
-
-class NormedVector(VectorLayer):
-    """Layer norm of a vector."""
-
-    kind, tensors = "LayerNorm", ("norm.weight", "norm.bias")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map [B, W] -> [B, W]."""
-        return nnf.layer_norm(x, x.shape[-1:], self._of("norm.weight", x), self._of("norm.bias", x))
-
-    def width(self, before: int) -> int:
-        """Return the width, which the weights must have."""
-        _check_shapes(self, {"norm.weight": (before,), "norm.bias": (before,)})
-        return before
-
-
-# Classes of torch.nn that need no arguments; the usual one comes first.
-BENDS = (
-    *("Tanh", "Identity", "ReLU", "GELU", "SiLU", "Sigmoid", "LeakyReLU", "ELU", "SELU", "CELU", "ReLU6"),
-    *("Mish", "Softplus", "Softsign", "Tanhshrink", "Hardswish", "Hardsigmoid", "Hardtanh", "LogSigmoid"),
-)
-DENSE_KEYS = (
-    *("in_features", "out_features", "bias", "activation_function"),
-    *("module_input_name", "module_output_name", "use_residual"),
-)
-
-
-class DenseVector(VectorLayer):
-    """A linear layer and an activation, perhaps added to what went in."""
-
-    kind, tensors = "Dense", ("linear.weight", "linear.bias", "residual.weight")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Map [B, W] -> [B, W']."""
-        weight = self.weights["linear.weight"].to(x)
-        made: Tensor = _bend(self.stated)(nnf.linear(x, weight, self._of("linear.bias", x)))
-        if not self.stated.get("use_residual"):
-            return made
-        wide = self._of("residual.weight", x)
-        return made + (x if wide is None else nnf.linear(x, wide))
-
-    def width(self, before: int) -> int:
-        """Return out_features, which the weights must have."""
-        after = int(self.stated["out_features"])
-        wanted: dict[str, tuple[int, ...]] = {"linear.weight": (after, before)}
-        if self.stated.get("bias", True):
-            wanted["linear.bias"] = (after,)
-        if self.stated.get("use_residual") and after != before:
-            wanted["residual.weight"] = (after, before)
-        _check_shapes(self, wanted)
-        return after
-
-
-LAYERS: dict[str, type[VectorLayer]] = {
-    layer.kind: layer for layer in (DenseVector, NormedVector, DroppedVector, UnitVector)
-}
-
 
 def read_layer(kind: str, folder: Path) -> VectorLayer:
     """Read a module of this kind from its folder."""
-    cls = LAYERS[kind]
     stated = read_json_if_any(folder / "config.json")
     for key in ("module_input_name", "module_output_name"):
-        refuse(
-            stated.get(key) not in (None, NAME),
-            f"{folder} has {key} {stated.get(key)!r}: only {NAME} is supported",
-        )
-    if cls is DenseVector:
+        value = stated.get(key)
+        refuse_key(value not in (None, NAME), key, value, f"only {NAME} is supported", folder)
+    if kind == "Dense":
         stated = read_json(folder / "config.json")
         unknown = sorted({*stated} - {*DENSE_KEYS})
         refuse(unknown, f"{folder} has {', '.join(unknown)}: known of a Dense are {', '.join(DENSE_KEYS)}")
         with reading(folder, "is no Dense with in_features and out_features"):
-            _bend(stated)
+            _activation(stated)
             int(stated["out_features"])
-    return cls(stated, _read_weights(folder, cls.tensors) if cls.tensors else {})
+    if not LAYERS[kind]:
+        return VectorLayer(kind, stated)
+    weights = {
+        name: entry.read().to(torch.float32, copy=True) for name, entry in open_weights(folder).items()
+    }
+    unknown = sorted({*weights} - {*LAYERS[kind]})
+    refuse(unknown, f"{folder} has the tensor {unknown[:1]}: known here are {', '.join(LAYERS[kind])}")
+    return VectorLayer(kind, stated, weights)
 
 
-def _bend(stated: Mapping[str, Any]) -> nn.Module:
+def _activation(stated: Mapping[str, Any]) -> nn.Module:
     """Return the activation that a Dense names by its class."""
-    path = str(stated.get("activation_function", f"torch.nn.{BENDS[0]}"))
+    path = str(stated.get("activation_function", f"torch.nn.{ACTIVATIONS[0]}"))
     name = path.rpartition(".")[2]
     refuse(
-        not path.startswith("torch.nn.") or name not in BENDS,
-        f"a Dense has activation_function {path}: supported are torch.nn's {', '.join(BENDS)}",
+        not path.startswith("torch.nn.") or name not in ACTIVATIONS,
+        f"a Dense has activation_function {path}: supported are torch.nn's {', '.join(ACTIVATIONS)}",
     )
-    made: nn.Module = getattr(nn, name)()
-    return made
-
-
-def _read_weights(folder: Path, names: tuple[str, ...]) -> dict[str, Tensor]:
-    found = {name: entry.read().to(torch.float32, copy=True) for name, entry in open_weights(folder).items()}
-    unknown = sorted({*found} - {*names})
-    refuse(unknown, f"{folder} has the tensor {unknown[:1]}: known here are {', '.join(names)}")
-    return found
-
-
-def _check_shapes(layer: VectorLayer, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a layer whose tensors are not those of these names and shapes."""
-    found = {name: tuple(value.shape) for name, value in layer.weights.items()}
-    refuse(
-        found != dict(wanted),
-        f"a module {layer.kind} has tensors {found} where the pooled vector needs {dict(wanted)}",
-    )
+    activation: nn.Module = getattr(nn, name)()
+    return activation
 
 
 # Directories ------------------------------------------------------------------------------------------------
@@ -278,7 +228,7 @@ class Sentences:
     def vectors(self, hidden: Tensor, counted: Tensor) -> Tensor:
         """Make one vector of the `counted` [B, T] of states [B, T, D]: [B, W]."""
         x = pooled(hidden.float(), counted, self.pooling)
-        for layer in (*self.layers, *([UnitVector({}, {})] if self.normalise else [])):
+        for layer in (*self.layers, *([VectorLayer("Normalize")] if self.normalise else [])):
             x = layer(x)
         return x[:, : self.truncate_dim]
 
@@ -299,7 +249,7 @@ def read_sentences(folder: Path, d_model: int) -> Sentences | None:
         modules = json.loads(path.read_text(encoding="utf-8"))
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
         within = [Path(str(module.get("path") or "")) for module in modules]
-    places = [folder / place for place in within]
+    folders = [folder / place for place in within]
     for kind, place in zip(kinds, within):
         refuse(kind not in SUPPORTED, f"{path} names a module {kind}: supported are {', '.join(SUPPORTED)}")
         outside = place.is_absolute() or ".." in place.parts
@@ -309,9 +259,9 @@ def read_sentences(folder: Path, d_model: int) -> Sentences | None:
         kinds[: len(order)] != order or order not in (["Transformer"], ["Transformer", "Pooling"]),
         f"{path} lists {', '.join(kinds)}: supported is a Transformer, a Pooling, then others",
     )
-    stated = read_json(places[1] / "config.json") if "Pooling" in kinds else {}
-    layers = [read_layer(kind, place) for kind, place in zip(kinds, places) if kind in LAYERS]
-    unit = bool(layers) and isinstance(layers[-1], UnitVector)
+    stated = read_json(folders[1] / "config.json") if "Pooling" in kinds else {}
+    layers = [read_layer(kind, place) for kind, place in zip(kinds, folders) if kind in LAYERS]
+    unit = bool(layers) and layers[-1].kind == "Normalize"
     reads = next(
         filter(None, (read_json_if_any(folder / f"sentence_{name}_config.json") for name in READERS)), {}
     )
@@ -319,25 +269,19 @@ def read_sentences(folder: Path, d_model: int) -> Sentences | None:
     unread = [name for name, usual in ONLY.items() if reads.get(name) not in (None, usual)]
     refuse(unread, f"{folder / READING} has {', '.join(unread)}, which are not supported: remove them")
     prompts, default = named.get("prompts") or {}, named.get("default_prompt_name")
-    kept = named.get("truncate_dim")
-    refuse(
-        kept is not None and (type(kept) is not int or kept < 1),
-        f"{folder / PROMPTS} has truncate_dim {kept!r}: it must be a whole number of 1 at least, or null",
-    )
     kind = named.get("model_type", KIND)
-    refuse(kind != KIND, f"{folder / PROMPTS} has model_type {kind!r}: only {KIND} is supported")
-    most = reads.get("max_seq_length")
-    refuse(
-        most is not None and (type(most) is not int or most < 1),
-        f"{folder / READING} has max_seq_length {most!r}: it must be a whole number of 1 at least, or null",
-    )
+    refuse_key(kind != KIND, "model_type", kind, f"only {KIND} is supported", folder / PROMPTS)
+    kept, most = named.get("truncate_dim"), reads.get("max_seq_length")
+    for key, value, file in (("truncate_dim", kept, PROMPTS), ("max_seq_length", most, READING)):
+        wrong = value is not None and (type(value) is not int or value < 1)
+        refuse_key(wrong, key, value, "it must be a whole number of 1 at least, or null", folder / file)
     texts = isinstance(prompts, dict) and all(isinstance(text, str) for text in prompts.values())
     refuse(
         not texts or (default is not None and default not in prompts),
         f"{folder / PROMPTS} must have prompts of text, and among them default_prompt_name {default!r}",
     )
-    found = Sentences(
-        _read_pooling(stated, places[1] if "Pooling" in kinds else folder),
+    sentences = Sentences(
+        _read_pooling(stated, folders[1] if "Pooling" in kinds else folder),
         normalise=unit,
         max_length=most,
         lowercase=bool(reads.get("do_lower_case", False)),
@@ -347,22 +291,22 @@ def read_sentences(folder: Path, d_model: int) -> Sentences | None:
         layers=tuple(layers[:-1] if unit else layers),
         truncate_dim=kept,
     )
-    found.width(d_model)  # refuses layers that do not fit
-    return found
+    sentences.width(d_model)  # refuses layers that do not fit
+    return sentences
 
 
 def _read_pooling(stated: Mapping[str, Any], place: Path) -> str:
     """Return the poolings that a config.json of a Pooling names, new or old."""
-    given = stated.get(MODE)
-    if given is None:
+    modes = stated.get(MODE)
+    if modes is None:
         ours = {f"{MODE}_{old}": name for name, (_, old, _) in POOLINGS.items()}
         on = [key for key in stated if key.startswith(f"{MODE}_") and stated[key] is True]
         names = [name for key, name in ours.items() if key in on] or ["mean"]
         unknown = [key for key in on if key not in ours]
     else:
-        listed = [given] if isinstance(given, str) else list(given)
+        listed = [modes] if isinstance(modes, str) else list(modes)
         ours = {new: name for name, (new, _, _) in POOLINGS.items()}
-        names, unknown = [ours.get(str(one), "") for one in listed], [x for x in listed if x not in ours]
+        names, unknown = [ours.get(str(mode), "") for mode in listed], [x for x in listed if x not in ours]
     refuse(
         unknown or not names,
         f"{place} pools by {', '.join(map(str, unknown))}: supported are {', '.join(ours)}",
@@ -381,7 +325,7 @@ def _write_pooling(sentences: Sentences, d_model: int) -> dict[str, Any]:
 
 def write_sentences(folder: Path, sentences: Sentences, d_model: int) -> None:
     """Write the files that `read_sentences` and sentence-transformers read."""
-    unit = [UnitVector({"module_input_name": NAME, "module_output_name": NAME}, {})]
+    unit = [VectorLayer("Normalize", {"module_input_name": NAME, "module_output_name": NAME})]
     layers = [*sentences.layers, *(unit if sentences.normalise else [])]
     after = [(f"{number}_{layer.kind}", layer.kind) for number, layer in enumerate(layers, start=2)]
     modules = [

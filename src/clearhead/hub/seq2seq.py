@@ -13,7 +13,7 @@ from clearhead.hub.fields import (
     positions_after_padding,
     scaled,
 )
-from clearhead.hub.files import refuse
+from clearhead.hub.files import refuse_key
 from clearhead.hub.rules import Rule, reshaped, same, stack_rules
 
 SOURCE, TARGET = (f"{stack}.embedding.front.tokens.weight" for stack in ("encoder", "decoder"))
@@ -79,10 +79,8 @@ def feedforward(default: str) -> ConfigPart:
     def read(theirs: Json) -> Json:
         stated = theirs.get("feed_forward_proj") or default
         gate, _, word = str(stated).rpartition("-")
-        refuse(
-            gate not in ("", "gated"),
-            f'config.json has feed_forward_proj "{stated}": it must be an activation, or gated-ACTIVATION',
-        )
+        allowed = "it must be an activation, or gated-ACTIVATION"
+        refuse_key(gate not in ("", "gated"), "feed_forward_proj", stated, allowed)
         # "gelu" is the tanh formula behind a gate, and the exact one without.
         usual = {"dense_act_fn": "gelu_new" if stated == "gated-gelu" else word}
         activation = field("dense_act_fn", "activation", names=ACTIVATIONS).read({**usual, **theirs})

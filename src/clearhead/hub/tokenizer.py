@@ -55,11 +55,11 @@ def _chat_templates(folder: Path) -> dict[str, str]:
     paths = {path.stem: path for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE).exists():
         paths = {"default": folder / TEMPLATE, **paths}
-    found = {}
+    templates = {}
     for name, path in paths.items():
         with reading(path, "is not UTF-8 text"):
-            found[name] = path.read_text(encoding="utf-8")
-    return found
+            templates[name] = path.read_text(encoding="utf-8")
+    return templates
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
@@ -150,9 +150,9 @@ def special_ids(
         # Forced tokens are rules, and generation_config.json, where there is one, has all of them.
         older = {} if generation and role.startswith("forced") else config
         stated = (known, generation.get(key), older.get(key), *(marked.get(text) for text in usual))
-        found = [index for value in stated for index in _ids(value)]
-        if found:
-            special[role] = found[0]
+        ids = [index for value in stated for index in _ids(value)]
+        if ids:
+            special[role] = ids[0]
     return special
 
 
@@ -245,10 +245,10 @@ def encode(
     tokenizer: Tokenizer, texts: Iterable[str], max_length: int | None = None, side: Side = "right"
 ) -> list[list[int]]:
     """Return the ids of each text with its special tokens, truncated at `side` to `max_length`."""
-    given, found = list(texts), list[list[int]]()
+    given, encoded = list(texts), list[list[int]]()
     for at in range(0, len(given), TOGETHER):  # encodings hold much more than the ids that are kept of them
-        found += _encode(tokenizer, given[at : at + TOGETHER], max_length, side)
-    return found
+        encoded += _encode(tokenizer, given[at : at + TOGETHER], max_length, side)
+    return encoded
 
 
 def _encode(
@@ -258,13 +258,13 @@ def _encode(
     with refusing("the tokenizer cannot read a text"):
         if max_length is None:
             return [encoding.ids for encoding in tokenizer.encode_batch_fast(cleaned)]
-        found = tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
+        encodings = tokenizer.encode_batch_fast(cleaned, add_special_tokens=False)
     room = max_length - tokenizer.num_special_tokens_to_add(is_pair=False)
     refuse(room < 0, f"max_length {max_length} is below the number of special tokens: raise it")
-    warn_if_cut(max(map(len, found), default=0) > room, max_length, side)
-    for encoding in found:
+    warn_if_cut(max(map(len, encodings), default=0) > room, max_length, side)
+    for encoding in encodings:
         encoding.truncate(room, direction=side)
-    return [tokenizer.post_process(encoding).ids for encoding in found]
+    return [tokenizer.post_process(encoding).ids for encoding in encodings]
 
 
 # Encodings with offsets and segment types -------------------------------------------------------------------

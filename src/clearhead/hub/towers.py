@@ -18,6 +18,8 @@ from clearhead.hub.vision import PREFIXES, Tower, TowersTable
 from clearhead.hub.weights import Outgoing, cast, finite, open_weights
 from clearhead.variants.towers import Towers, TowersConfig
 
+OF_TOWERS = ("text.", "image.")  # how the names of a tower's parameters begin
+
 
 @dataclass(frozen=True)
 class TowersDescription:
@@ -82,10 +84,10 @@ class JoinedTowers(Towers):
         parameters, tensors = dict(self.named_parameters()), dict[str, Outgoing]()
         towers: tuple[tuple[Tower, Transformer], ...] = (("text", self.text), ("image", self.image))
         for name, tower in towers:
-            for bare, one in checkpoint.outgoing(tower, self.description.tower(name), dtype).items():
-                sources = tuple(f"{name}.{source}" for source in one.sources)
-                tensors[PREFIXES[name] + bare] = dataclasses.replace(one, sources=sources)
-        own = [name for name in parameters if not name.startswith(("text.", "image."))]
+            for bare, tensor in checkpoint.outgoing(tower, self.description.tower(name), dtype).items():
+                sources = tuple(f"{name}.{source}" for source in tensor.sources)
+                tensors[PREFIXES[name] + bare] = dataclasses.replace(tensor, sources=sources)
+        own = [name for name in parameters if not name.startswith(OF_TOWERS)]
         for rule in matches(self.description.table.rules, own):
             tensors[rule.theirs] = checkpoint.outgoing_tensor(rule, parameters, self.config.image, dtype)
         return tensors
@@ -100,36 +102,26 @@ def load_towers(
     table, config = description.table, description.config
     entries = open_weights(folder, mapped)
     dtype = dtype or common_dtype(description.theirs, entries.values())
-    found = table.tensors(entries, folder)
+    by_tower = table.tensors(entries, folder)
     how = (dtype, mapped)
     text, image = (
-        checkpoint.load_model(folder, description.tower(tower), *how, found[tower], check_finite)[0]
+        checkpoint.load_model(folder, description.tower(tower), *how, by_tower[tower], check_finite)[0]
         for tower in ("text", "image")
     )
     model = JoinedTowers(config, text, image, description)
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
-    own = {name for name in parameters if not name.startswith(("text.", "image."))}
-    for rule in matches(table.rules, own):
+    shapes = {name: tuple(x.shape) for name, x in parameters.items() if not name.startswith(OF_TOWERS)}
+    for rule in matches(table.rules, shapes):
         refuse(
-            rule.theirs not in found["joint"],
+            rule.theirs not in by_tower["joint"],
             f"{folder}: no tensor fills {rule.ours[0]}: {rule.theirs} is missing, the file is incomplete",
         )
-        entry = found["joint"].pop(rule.theirs)
-        shapes = [tuple(parameters[name].shape) for name in rule.ours]
-        read = entry.read()
+        entry = by_tower["joint"].pop(rule.theirs)
+        tensors = checkpoint.Unread(folder, config.image, shapes, []).read(rule, entry)
         if check_finite:
-            finite(folder, rule.theirs, [read])
-        fits = read.numel() == sum(parameters[name].numel() for name in rule.ours)
-        refuse(
-            not fits or not read.is_floating_point(),
-            f"{folder}: tensor {rule.theirs} has shape {entry.shape} and dtype {entry.dtype}, and "
-            f"{rule.ours[0]} needs {shapes[0]} in floating point: config.json does not fit",
-        )
-        loaded = rule.operation.load([read], shapes, config.image)
-        for name, shape, tensor in zip(rule.ours, shapes, loaded):
-            own.discard(name)
-            whole = cast(tensor, dtype or entry.dtype, rule.theirs).clone().reshape(shape)
-            checkpoint.put_parameters(modules, {name: whole})
-    for name in [*found["joint"], *own][:1]:
+            finite(folder, rule.theirs, tensors)
+        whole = [cast(x, dtype or entry.dtype, rule.theirs).clone() for x in tensors]
+        checkpoint.put_parameters(modules, dict(zip(rule.ours, whole)))
+    for name in [*by_tower["joint"]][:1]:
         raise CheckpointError(f"{folder}: tensor {name} has no place: config.json and weights do not fit")
     return model.eval()

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clearhead.core.config import ModelConfig
-from clearhead.errors import CheckpointError, ConfigError
-from clearhead.hub.architecture import QUANTIZATION, Architecture
+from clearhead.errors import CheckpointError
+from clearhead.hub.architecture import QUANTIZATION, Architecture, reading_config
 from clearhead.hub.bert import BERT_KEYS
 from clearhead.hub.fields import LABELS, WHOLE_HEADS, ConfigPart, Json, field, fixed, keys, patches
-from clearhead.hub.files import refuse
+from clearhead.hub.files import refuse, refuse_key
+from clearhead.hub.preprocessor import CLIP_MEAN, CLIP_STD
 from clearhead.hub.rules import JOINED, Rule, reshaped, same, stack_rules
 from clearhead.hub.weights import Entry
 from clearhead.variants.towers import HIGHEST, TowersConfig
@@ -120,20 +121,14 @@ class TowersTable:
             stated != self.named,
             f'config.json names the class "{stated}": supported for {self.model_type} is {self.named}',
         )
-        refuse(
-            theirs.get(QUANTIZATION),
-            f"config.json has {QUANTIZATION}: weights of two towers must be floating point",
-        )
+        packed = theirs.get(QUANTIZATION)
+        refuse_key(packed, QUANTIZATION, packed, "weights of two towers must be floating point")
         towers = {name: self.tower(name).read(self.section(theirs, name)) for name in SECTIONS}
         side = self.section(theirs, "image").get("image_size")
         frame = (side, side) if isinstance(side, int) else tuple(side) if side else None
-        try:
+        with reading_config():
             joint = self.read_joint(theirs, towers["text"], towers["image"])
             return TowersConfig(text=towers["text"], image=towers["image"], frame=frame, **joint)
-        except ConfigError as error:
-            raise CheckpointError(f"config.json describes a model that cannot be built: {error}") from None
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"config.json has a value of the wrong kind: {error}") from None
 
     def write(self, config: TowersConfig) -> Json | None:
         """Return the config.json that is exactly this config, but for what only training heeds; or None."""
@@ -163,14 +158,16 @@ class TowersTable:
     def tensors(self, entries: Mapping[str, Entry], folder: Path) -> dict[str, dict[str, Entry]]:
         """Return the tensors of a file by where they belong: "text", "image", or "joint" for neither."""
         joint = {rule.theirs for rule in self.rules}
-        found: dict[str, dict[str, Entry]] = {"text": {}, "image": {}, "joint": {}}
+        by_tower: dict[str, dict[str, Entry]] = {"text": {}, "image": {}, "joint": {}}
         for name, entry in entries.items():
-            tower = next((one for one, prefix in PREFIXES.items() if name.startswith(prefix)), None)
+            tower = next(
+                (tower_name for tower_name, prefix in PREFIXES.items() if name.startswith(prefix)), None
+            )
             place = "joint" if name in joint else tower
             if place is None:
                 raise CheckpointError(f"{folder}: no rule of {self.model_type} reads the tensor {name}")
-            found[place][name] = entry
-        return found
+            by_tower[place][name] = entry
+        return by_tower
 
     def settings(self, config: TowersConfig) -> Json:
         """Return the preprocessor_config.json of a new model."""
@@ -258,7 +255,7 @@ END, OLD_END = 49407, 2  # with the second, which was a mistake once, the highes
 
 def _read_clip(theirs: Json, text: ModelConfig, image: ModelConfig) -> dict[str, Any]:
     end = stated_section(theirs, "text").get("eos_token_id", END)
-    refuse(type(end) is not int, f"config.json has eos_token_id {end!r} in text_config: it must be one id")
+    refuse_key(type(end) is not int, "text_config.eos_token_id", end, "it must be one id")
     width = theirs.get("projection_dim", 512)
     return {"width": width, "end_id": HIGHEST if end == OLD_END else end, "loss": "softmax"}
 
@@ -291,8 +288,7 @@ CLIP = TowersTable(
     images={
         **{"image_processor_type": "CLIPImageProcessor", "do_resize": True, "resample": 3},
         **{"do_center_crop": True, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True},
-        **{"image_mean": [0.48145466, 0.4578275, 0.40821073], "do_convert_rgb": True},
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        **{"image_mean": CLIP_MEAN, "do_convert_rgb": True, "image_std": CLIP_STD},
     },
 )
 
@@ -309,10 +305,6 @@ def _read_siglip(theirs: Json, text: ModelConfig, image: ModelConfig) -> dict[st
     return {"width": width or text.d_model, "loss": "sigmoid", "pooling": "attention", **projections}
 
 
-def _write_siglip(config: TowersConfig) -> tuple[Json, Json]:
-    return {}, {"projection_size": config.width}
-
-
 SIGLIP = TowersTable(
     model_type="siglip",
     named="SiglipModel",
@@ -327,7 +319,7 @@ SIGLIP = TowersTable(
         WHOLE_HEADS,
     ),
     read_joint=_read_siglip,
-    write_joint=_write_siglip,
+    write_joint=lambda config: ({}, {"projection_size": config.width}),
     rules=(
         *same({"text_model.head": "text_out"}),
         Rule(f"{HEAD}.probe", ("image_pool.query",), QUERY),

@@ -21,12 +21,12 @@ from clearhead.hub.sentencepiece import (
     FAMILIES,
     UNUSED,
     PieceModel,
-    assembled,
     from_pieces,
     from_pieces_and_vocabulary,
     sentinels,
     token_text,
 )
+from clearhead.hub.tokens.text import assembled
 
 Settings = dict[str, Any]
 # In the order in which special tokens without an id get one.
@@ -231,7 +231,9 @@ def add_named(
     for token in (*named, *others):
         text = token_text(token)
         # Named again without a role, a token loses the flags that its role gave it.
-        twice = token in others and any(isinstance(one, dict) and token_text(one) == text for one in named)
+        twice = token in others and any(
+            isinstance(other, dict) and token_text(other) == text for other in named
+        )
         if text and (text not in known or twice):
             wanted.append(_added(token, special=True))
             known.add(text)
@@ -248,8 +250,8 @@ def add_named(
 def _added(token: Any, **flags: bool) -> AddedToken:
     """Return an added token that a file states as text or as an object with flags."""
     stated = token if isinstance(token, dict) else {}
-    given = {name: bool(value) for name, value in stated.items() if name in FLAGS}
-    return AddedToken(token_text(token), **given | flags)
+    stated_flags = {name: bool(value) for name, value in stated.items() if name in FLAGS}
+    return AddedToken(token_text(token), **stated_flags | flags)
 
 
 # Vocabularies -----------------------------------------------------------------------------------------------
@@ -340,10 +342,10 @@ def from_json(folder: Path, stated: Tokenizer, settings: Settings) -> Tokenizer:
         if not kind and read_json_if_any(folder / "config.json").get("model_type") == "qwen2":
             _warn_of_qwen2(folder, stated, settings)
         return stated
-    made = completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
+    tokenizer = completed(folder, _surrounded(folder, stated, kind, settings), kind, settings, stated)
     if CLASSES[kind].keeps_frame and frame is not None:
-        made.post_processor = frame
-    return made
+        tokenizer.post_processor = frame
+    return tokenizer
 
 
 def _warn_of_qwen2(folder: Path, stated: Tokenizer, settings: Settings) -> None:

@@ -49,6 +49,8 @@ DTYPES = {
 }
 Shape = tuple[int, ...]
 MAX_HEADER = 100_000_000  # bytes: the format's own limit
+ALIGNED = 64  # bytes: matmuls of one row may add up in another order where a weight begins elsewhere
+SMALL = 1 << 20  # bytes of a tensor that costs nothing to copy
 CAN_MAP = os.name == "posix"  # Windows lets nobody replace a file that is mapped
 
 
@@ -100,8 +102,8 @@ def open_weights(folder: Path, mapped: bool = True) -> dict[str, Entry]:
         (WEIGHTS, INDEX, open_safetensors),
         (PICKLED, PICKLED_INDEX, open_pickle),
     ):
-        if (found := _opened(folder, name, index, partial(opener, mapped=mapped))) is not None:
-            return found
+        if (entries := _opened(folder, name, index, partial(opener, mapped=mapped))) is not None:
+            return entries
     raise CheckpointError(
         f"{folder} holds no weights: looked for {WEIGHTS}, {INDEX}, {PICKLED}, {PICKLED_INDEX}"
     )
@@ -109,10 +111,10 @@ def open_weights(folder: Path, mapped: bool = True) -> dict[str, Entry]:
 
 def open_tensors(folder: Path, stem: str) -> dict[str, Entry]:
     """Return what `write_tensors` wrote beside a model: mapped, in one file or several."""
-    found = _opened(folder, f"{stem}.safetensors", index_of(stem), open_safetensors)
-    if found is None:
+    tensors = _opened(folder, f"{stem}.safetensors", index_of(stem), open_safetensors)
+    if tensors is None:
         raise CheckpointError(f"{folder} holds no {stem}.safetensors and no {index_of(stem)}")
-    return found
+    return tensors
 
 
 def _opened(
@@ -244,7 +246,9 @@ def stored_entry(
 
     def view() -> Tensor:
         tensor = torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=first).view(shape)
-        return tensor if first % dtype.itemsize == 0 else tensor.clone()  # processors expect numbers in step
+        # Processors expect numbers in step. Large tensors of others' files stay mapped wherever they begin.
+        apart = first % dtype.itemsize or (first % ALIGNED and stop - start <= SMALL)
+        return tensor.clone() if apart else tensor
 
     def release() -> None:
         if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
@@ -270,17 +274,7 @@ def stored_entry(
 
 def open_pickle(path: Path, mapped: bool = True) -> dict[str, Entry]:
     """Return the tensors of a PyTorch file, read with `weights_only=True`: code in a pickle is refused."""
-    try:
-        mapped = (
-            mapped and CAN_MAP and zipfile.is_zipfile(path)
-        )  # files from before PyTorch 1.6 are read whole
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is refused: it is damaged, or a pickle of more than tensors ({first_line(error)})"
-        ) from None
-    refuse(not isinstance(state, dict), f"{path} holds a {type(state).__name__}, not a table of tensors")
-
+    state = unpickled(path, mapped)
     tensors = {
         name: value for name, value in state.items() if isinstance(name, str) and isinstance(value, Tensor)
     }
@@ -296,6 +290,19 @@ def open_pickle(path: Path, mapped: bool = True) -> dict[str, Entry]:
         )
         for name, tensor in tensors.items()
     }
+
+
+def unpickled(path: Path, mapped: bool = False) -> dict[Any, Any]:
+    """Return the table that a PyTorch file holds; no code in it is run."""
+    try:  # files from before PyTorch 1.6 are read whole
+        mapped = mapped and CAN_MAP and zipfile.is_zipfile(path)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is refused: it is damaged, or a pickle of more than tensors ({first_line(error)})"
+        ) from None
+    refuse(not isinstance(state, dict), f"{path} holds a {type(state).__name__}, not a table of tensors")
+    return dict(state)
 
 
 def _check_plain(path: Path, name: str, tensor: Tensor) -> None:
@@ -370,13 +377,17 @@ class SafetensorsWriter:
     """One file, to which tensors are added in the order of `tensors`."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Outgoing]) -> None:
-        ends = list(itertools.accumulate((one.size for one in tensors.values()), initial=0))
+        ends = list(itertools.accumulate((tensor.size for tensor in tensors.values()), initial=0))
         header = {"__metadata__": {"format": "pt"}} | {
-            name: {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": ends[place:][:2]}
-            for place, (name, one) in enumerate(tensors.items())
+            name: {
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": ends[place:][:2],
+            }
+            for place, (name, tensor) in enumerate(tensors.items())
         }
         text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
+        text += b" " * (-(8 + len(text)) % ALIGNED)
         self.file = path.open("wb")
         self.file.write(len(text).to_bytes(8, "little") + text)
 
@@ -429,35 +440,35 @@ def write_tensors(
                     whole = [fetch(source, owner) for source in tensors[name].sources]
                     if owner == rank and failure is None:
                         try:
-                            writer.add(tensors[name].make([one for one in whole if one is not None]))
+                            writer.add(tensors[name].make([source for source in whole if source is not None]))
                         except Exception as error:
                             failure = error
     if failure is not None:
         raise failure
     if rank == 0 and len(files) > 1:
         weight_map = {name: file for file, names in files for name in names}
-        total = sum(one.size for one in tensors.values())
+        total = sum(tensor.size for tensor in tensors.values())
         write_json(folder / index_of(stem), {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _files(
     stem: str, tensors: Mapping[str, Outgoing], shard_size: float, processes: int
 ) -> Sequence[tuple[str, list[str]]]:
-    """Return the files to write, each with the names of its tensors; wide numbers first, for alignment."""
+    """Return the files to write, each with its tensors: those that keep the next aligned come first."""
     shards: list[list[str]] = [[]]
-    total, begun, filled = sum(one.size for one in tensors.values()), 0, 0
-    for name, one in tensors.items():
+    total, begun, filled = sum(tensor.size for tensor in tensors.values()), 0, 0
+    for name, tensor in tensors.items():
         share = processes > 1 and begun >= total * len(shards) / processes  # the next process's turn
-        if shards[-1] and (share or filled + one.size > shard_size):
+        if shards[-1] and (share or filled + tensor.size > shard_size):
             shards.append([])
             filled = 0
         shards[-1].append(name)
-        begun, filled = begun + one.size, filled + one.size
+        begun, filled = begun + tensor.size, filled + tensor.size
     count = len(shards)
     return [
         (
             f"{stem}.safetensors" if count == 1 else f"{stem}-{number:05}-of-{count:05}.safetensors",
-            sorted(names, key=lambda name: -tensors[name].dtype.itemsize),
+            sorted(names, key=lambda name: -math.gcd(tensors[name].size, ALIGNED)),
         )
         for number, names in enumerate(shards, start=1)
     ]

@@ -2,6 +2,14 @@
 
 `dir(clearhead.inside)` lists the modules and the functions in them that no module has the name of; each is
 imported when it is first used. The most used are at the top as well: `clearhead.lens`, `clearhead.patch`.
+
+What an analysis is made of:
+
+    inputs         what the model reads, as one row with a label for each token (`prepare`), and what its head
+                   chooses among (`Choices`): the metric of most analyses is the score of a choice
+    names          heads, layers and states by the names that people type
+    interventions  a `Site`, the values put there, and passes with many of them at once
+    results        the base of what is returned, written as JSON
 """
 
 import importlib as _importlib
@@ -11,7 +19,7 @@ _MODULES = [module.name for module in _pkgutil.iter_modules(__path__)]
 _FUNCTIONS = {
     "ablate": "ablation",
     "ablate_each": "pruning",
-    "ablating": "ablation",
+    "ablating": "interventions",
     "analogy": "geometry",
     "check": "checks",
     "contributions": "lens",
@@ -30,8 +38,8 @@ _FUNCTIONS = {
     "prune_curve": "pruning",
     "run_with_cache": "inputs",
     "similarity": "geometry",
-    "steering": "patch",
-    "steering_vector": "patch",
+    "steering": "interventions",
+    "steering_vector": "interventions",
     "syntax": "alignments",
 }
 

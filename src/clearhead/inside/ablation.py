@@ -1,7 +1,5 @@
 """Ablation: what a model does without some of its heads, layers or feed-forwards. Its weights do not change.
 
-    with ablating(m, heads=["3.2", "encoder.0.5"]):       # whatever runs in here runs without them
-        m.generate("Once upon")
     ablate(m, "test.txt", heads=["3.2"]).increase         # what the loss rises by
     effect(m, "The cat sat on the", heads=["3.2"]).kl     # the next token, class or tag, with and without
     effect_of_each(m, "The cat sat on the").kl["layer:0"] # every part alone, as rows of a few batched passes
@@ -23,52 +21,39 @@ vocabulary, or the classes.
 import dataclasses
 import math
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from clearhead.core.config import ModelConfig
 from clearhead.core.heads import LanguageHead
-from clearhead.core.taps import edit
-from clearhead.core.transformer import Transformer, evaluating
+from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.inside.inputs import (
-    AnyModel,
-    Prepared,
-    Target,
-    as_model,
-    choices_of,
-    device_of,
-    prepare,
-    recorded,
+from clearhead.inside.inputs import AnyModel, Prepared, Target, as_model, choices_of, device_of, prepare
+from clearhead.inside.interventions import (
+    OnRows,
+    Site,
+    Values,
+    find_parts,
+    means_of,
+    patched_scores,
+    replacing,
+    single_parts,
 )
-from clearhead.inside.names import (
-    Heads,
-    Layers,
-    as_heads,
-    attentions,
-    find_blocks,
-    heads_in,
-    layer_names,
-    spec_of,
-)
-from clearhead.inside.patch import OnRows, Site, patched_scores
+from clearhead.inside.names import Heads, Layers
 from clearhead.inside.results import Result
 from clearhead.learn.batches.batch import IGNORE, Batch
-from clearhead.learn.batches.padding import padded, real_tokens
-from clearhead.learn.data.examples import PAIRS, TEXT, Chunk, Corpus, Pair, Rows
+from clearhead.learn.batches.ragged import padded, real_tokens
+from clearhead.learn.data.examples import Chunk, Corpus, Pair, Rows
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation import evaluate
 from clearhead.learn.losses import arguments_for, default_chunk, summed
 from clearhead.learn.tasks.table import TASKS, open_examples
 from clearhead.run.api import Model
+from clearhead.variants.contexts import evaluating
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,17 +117,9 @@ def examples_from(
         return _next_tokens(m, list(data)[:most])
     files = () if texts or isinstance(data, Corpus) else data
     named = (files,) if isinstance(files, str | Path) else tuple(files)
-    plan = evaluate.data_plan(m.folder, named) if plan is None else plan
-    task = evaluate.task_for(m, plan.task)
-    plan = dataclasses.replace(
-        plan,
-        task=task,
-        paths=tuple(map(str, named)) or plan.paths,
-        validation=(),
-        max_examples=None if TASKS[task].shape is TEXT else most,
-        batch_size=batch_size or evaluate.PICTURES,
-        batch_tokens=None if batch_size else evaluate.BATCH_TOKENS,
-    )
+    plan = evaluate.judged_plan(m, plan, named, batch_size)
+    task = str(plan.task)
+    plan = dataclasses.replace(plan, max_examples=None if TASKS[task].row is Chunk else most)
     if texts:
         corpus = _corpus(task, list(data))
     else:
@@ -161,11 +138,11 @@ def examples_from(
 
 
 def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
-    """Return texts whose tokens are guessed from those before them; texts of like length share a batch."""
+    """Return texts whose tokens are predicted from those before them; texts of like length share a batch."""
     rows = sorted((m.prompt_ids(text)[: m.max_length] for text in texts), key=len)
     refuse(
         not rows or len(rows[0]) < 2,
-        "a text of fewer than two tokens leaves nothing to guess: give longer texts",
+        "a text of fewer than two tokens leaves nothing to predict: give longer texts",
     )
     batches = []
     for start in range(0, len(rows), evaluate.PICTURES):
@@ -178,27 +155,26 @@ def _next_tokens(m: Model, texts: Sequence[str | Sequence[int]]) -> Examples:
 
 def _corpus(task: str, texts: Sequence[Any]) -> Corpus:
     """Return texts as a corpus to validate on."""
-    shape = TASKS[task].shape
+    row = TASKS[task].row
     refuse(
-        shape not in (PAIRS, TEXT),
+        row not in (Pair, Chunk),
         f"texts alone have no right answers for the task {task}: name a file that has them",
     )
     refuse(
-        shape is PAIRS
-        and not all(isinstance(example, tuple | list) and len(example) == 2 for example in texts),
+        row is Pair and not all(isinstance(example, tuple | list) and len(example) == 2 for example in texts),
         "texts of an encoder-decoder are pairs: give (source, target) for each",
     )
     refuse(not texts, "there are no texts: give one at least")
     rows: Rows = [Chunk(str(example), True) for example in texts]
-    if shape is PAIRS:
+    if row is Pair:
         rows = [Pair(*example) for example in texts]
-    return Corpus(shape.name, cast(Rows, []), rows, (), "texts", (), 0)
+    return Corpus(row.PLURAL, cast(Rows, []), rows, (), "texts", (), 0)
 
 
 @torch.no_grad()
 def judge(model: Transformer, examples: Examples) -> Quality:
     """Measure loss and accuracy over all targets; dropout is off."""
-    total, right = 0.0, 0
+    total, right, task = 0.0, 0, TASKS[examples.task]
     for batch in examples.batches:
         batch = batch.to(device_of(model))
         arguments = arguments_for(model, batch)
@@ -208,9 +184,9 @@ def judge(model: Transformer, examples: Examples) -> Quality:
                 loss, hits = _vocabulary(model.head, hidden, batch.targets)
             else:
                 logits = model(**arguments).logits
-                task = TASKS[examples.task]
-                loss = float(task.loss(logits, batch))
-                hits = _right(*task.answers(logits, batch), whole=batch.is_span)
+                loss, rows = float(task.loss(logits, batch)), zip(*task.answers(logits, batch))
+                answers = rows if batch.is_span else (pair for row in rows for pair in zip(*row))
+                hits = sum(answer == target for answer, target in answers)
         total, right = total + loss, right + hits
     count = examples.targets
     refuse(not count, "the data has no targets: every token is unknown to the tokenizer; give other data")
@@ -230,19 +206,10 @@ def _vocabulary(head: LanguageHead, hidden: Tensor, targets: Tensor) -> tuple[fl
     return total, hits
 
 
-def _right(answers: Sequence[Any], targets: Sequence[Any], whole: bool) -> int:
-    """Return how many answers of a head without a vocabulary are right; `whole`: a row counts as one."""
-    if whole:
-        return sum(answer == target for answer, target in zip(answers, targets))
-    return sum(answer == target for row, right in zip(answers, targets) for answer, target in zip(row, right))
-
-
 # Ablation ---------------------------------------------------------------------------------------------------
 
 
 How = Literal["zero", "mean"]
-Means = Mapping[str, Tensor]  # by the name of the activation: H 1 E of a head's z, D of a sublayer's out
-OnProgress = Callable[[str, int, int], None]
 NOTHING_NAMED = "nothing is named to be ablated: name heads such as 0.1, layers or feed-forwards"
 
 
@@ -285,99 +252,19 @@ class Effect(Result):
     top: tuple[ChoiceEffect, ...]  # the likeliest of either, by their probability before
 
 
-# What is off ------------------------------------------------------------------------------------------------
-
-
-def selected(
-    config: ModelConfig, heads: Heads, layers: Layers, feedforwards: Layers
-) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return what is named, in words, and by activation which of its heads, or all of it."""
-    own, (blocks, inner) = as_heads(config, heads), (find_blocks(config, x) for x in (layers, feedforwards))
-    names = (
-        *(f"head {head}" for head in own),
-        *(f"layer {block.replace('blocks.', '')}" for block in blocks),
-        *(f"feed-forward {block.replace('blocks.', '')}" for block in inner),
-    )
-    found: dict[str, Any] = {f"{block}.feedforward.out": slice(None) for block in (*blocks, *inner)}
-    for head in own:
-        found.setdefault(f"{head.part}.z", []).append(head.number)
-    for block in blocks:
-        both = config.main.cross and not block.startswith("encoder.")
-        found |= {f"{block}.{name}.out": slice(None) for name in ("attention", *(["cross"] if both else []))}
-    return names, found
-
-
-def ablating(
-    model: AnyModel,
-    heads: Heads = (),
-    layers: Layers = (),
-    feedforwards: Layers = (),
-    means: Means | None = None,
-) -> AbstractContextManager[None]:
-    """Run the model without some of its parts for the length of a `with` block.
-
-    Args:
-        model: what `load` gave, or the model itself.
-        heads: by their names, such as "3.2", "encoder.0.5", "cross.1.2".
-        layers: by their numbers, or names such as "encoder.3".
-        feedforwards: those of these layers.
-        means: what takes the place of what they give, from `mean_activations`; None: zeros.
-    """
-    model = as_model(model).model
-    return _off(model, selected(model.config, heads, layers, feedforwards)[1], means)
-
-
-def _off(model: Transformer, parts: Mapping[str, Any], means: Means | None) -> AbstractContextManager[None]:
-    """Return a context in which the model runs without what `selected` found."""
-    for name in parts:
-        refuse(
-            means is not None and name not in means,
-            f"the means hold nothing of {name}: make them by mean_activations of the same model",
-        )
-    found = means or {}
-    return edit(
-        model, {name: partial(_replaced, heads=of, mean=found.get(name)) for name, of in parts.items()}
-    )
-
-
-def _replaced(x: Tensor, heads: Any, mean: Tensor | None) -> Tensor:
-    """Return a head's z [B, H, T, E], or an answer [B, T, D], at zero or at its mean [H, 1, E], [D]."""
-    x = x.clone()
-    x[:, heads] = 0 if mean is None else mean.to(x)[heads]
-    return x
-
-
 # Means ------------------------------------------------------------------------------------------------------
 
 
 def mean_activations(m: AnyModel, data: Data, **options: Any) -> dict[str, Tensor]:
-    """Return the mean of what every head and sublayer gives; `options` are as for `examples_from`."""
-    model, examples = opened(m, data, options)
-    return _averaged(model, (arguments_for(model, batch.to(device_of(model))) for batch in examples.batches))
+    """Return the mean of what every head and sublayer gives; `options` are as for `examples_from`.
 
-
-def _averaged(model: Transformer, passes: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the mean of each activation over real tokens, from the inputs of some forward passes.
-
-    [H, 1, E] of heads, [D] of sublayers.
+    Heads have [1, H, 1, E], sublayers [1, 1, D].
     """
-    config, sums, counts = model.config, dict[str, Tensor](), Counter[str]()
-    taps = ["*.z", "*.attention.out", "*.feedforward.out", *(["*.cross.out"] if config.main.cross else [])]
-    for given in passes:
-        for name, x in recorded(model, taps, **given).items():
-            kind, mask = ("encoder", "source_mask") if name.startswith("encoder.") else ("self", "mask")
-            real = given.get(mask)
-            if real is not None and spec_of(config, kind).input == "frames":
-                real = real[:, :: config.conv_stride]
-            rows = x.transpose(1, 2) if name.endswith(".z") else x  # B T ...
-            rows = rows.flatten(0, 1) if real is None else rows[real]  # N ...
-            sums[name] = sums.get(name, 0) + rows.double().sum(0).cpu()
-            counts[name] += len(rows)
-    means = {name: (total / counts[name]).float() for name, total in sums.items()}
-    return {name: mean[:, None] if name.endswith(".z") else mean for name, mean in means.items()}
+    model, examples = opened(m, data, options)
+    return means_of(model, (arguments_for(model, batch.to(device_of(model))) for batch in examples.batches))
 
 
-def means_for(how: str, means: Means | None, average: Callable[[], Means]) -> Means | None:
+def means_for(how: str, means: Values | None, average: Callable[[], Values]) -> Values | None:
     """Return what replaces parts that are off: None for zeros, the means given, or those `average` makes."""
     refuse(how not in ("zero", "mean"), f'how "{how}" is not known: choose zero or mean')
     if how == "zero":
@@ -400,27 +287,22 @@ def ablate(
     layers: Layers = (),
     feedforwards: Layers = (),
     how: How = "zero",
-    means: Means | None = None,
+    means: Values | None = None,
     **options: Any,
 ) -> Ablation:
     """Measure loss and accuracy with and without parts of a model.
 
     Args:
-        m: what `load` gave; or a bare model, with `Examples`.
-        data: what `examples_from` takes, and `options` as there.
-        heads: those that are off, together with what else is named; see `ablating`.
-        layers: those that are off.
-        feedforwards: those of these layers are off.
-        how: zero, or mean: of `means`, else of the same data.
-        means: mean activations, as `mean_activations` gives them.
-        options: of `examples_from`.
+        m, data, options: as for `examples_from`.
+        heads, layers, feedforwards: what is off together; see `ablating`.
+        how: zero, or mean: of `means`, as `mean_activations` gives them, else of the same data.
     """
     model, examples = opened(m, data, options)
-    ablated, parts = selected(model.config, heads, layers, feedforwards)
+    ablated, sites = find_parts(model.config, heads, layers, feedforwards)
     refuse(not ablated, NOTHING_NAMED)
     means = means_for(how, means, lambda: mean_activations(model, examples))
     before = judge(model, examples)
-    with _off(model, parts, means):
+    with replacing(model, sites, means):
         after = judge(model, examples)
     return Ablation(
         ablated, how, examples.rows, examples.targets, after.loss - before.loss, before=before, after=after
@@ -437,7 +319,7 @@ def effect(
     layers: Layers = (),
     feedforwards: Layers = (),
     how: How = "zero",
-    means: Means | None = None,
+    means: Values | None = None,
     *,
     target: Target = None,
     pair: str | None = None,
@@ -454,49 +336,39 @@ def effect(
             language model the first mask, else the last.
         top: how many of the likeliest, before and after, are listed.
     """
-    refuse(top < 1, f"top {top} must be 1 or more")
     prepared = prepare(m, given, target, pair)
-    where, model = readout_position(prepared, position), prepared.model
-    choices = choices_of(prepared)
-    ablated, parts = selected(prepared.m.config, heads, layers, feedforwards)
-    refuse(not ablated, NOTHING_NAMED)
-
-    def logits() -> Tensor:
-        return choices.scores(prepared.run().required_logits)[0, where or 0].float().cpu()  # C
-
-    means = means_for(how, means, lambda: means_of_text(prepared))
-    with torch.no_grad():
-        before = logits()
-        with _off(model, parts, means):
-            after = logits()
-    return compared(prepared, ablated, how, where, before, after, top)
+    parts = {"": find_parts(prepared.m.config, heads, layers, feedforwards)}
+    refuse(not parts[""][0], NOTHING_NAMED)
+    return _effects(prepared, parts, how, means, position, top)[""]
 
 
-def means_of_text(prepared: Prepared) -> Means:
-    """Return the mean of what every head and sublayer gives, over the tokens of one text."""
-    return _averaged(prepared.model, [{"ids": prepared.main, **prepared.given}])
-
-
-def compared(
+def _effects(
     prepared: Prepared,
-    ablated: tuple[str, ...],
+    parts: Mapping[str, tuple[tuple[str, ...], Sequence[Site]]],
     how: How,
-    where: int | None,
-    before: Tensor,
-    after: Tensor,
+    means: Values | None,
+    position: int | None,
     top: int,
-) -> Effect:
-    """Return what changed between logits [C] with and without some parts."""
-    choices = choices_of(prepared)
-    log_p, log_q = (x.double().log_softmax(-1) for x in (before, after))
-    p, q = (x.double().softmax(-1) for x in (before, after))
-    kl = float((p * (log_p - log_q)).sum().clamp(min=0)) / math.log(2)
-    best = {int(choice) for row in (p, q) for choice in row.topk(min(top, len(p))).indices}
-    listed = tuple(
-        ChoiceEffect(choices.name(choice), choice, float(p[choice]), float(q[choice]))
-        for choice in sorted(best, key=lambda choice: float(-p[choice]))
-    )
-    return Effect(ablated, how, prepared.tokens.labels, where, before, after, kl, listed)
+    on_progress: OnRows = lambda done, total: None,
+) -> dict[str, Effect]:
+    """Return what changes without each of some groups of parts, as rows of batched passes."""
+    refuse(top < 1, f"top {top} must be 1 or more")
+    where, choices = readout_position(prepared, position), choices_of(prepared)
+    means = means_for(how, means, lambda: means_of(prepared.model, [prepared.arguments]))
+    rows: list[Sequence[Site]] = [(), *(sites for _, sites in parts.values())]
+    before, *others = patched_scores(prepared, means or {}, rows, where or 0, on_progress)  # [1 + parts, C]
+    effects = {}
+    for (part, (ablated, _)), after in zip(parts.items(), others):
+        log_p, log_q = (x.double().log_softmax(-1) for x in (before, after))
+        p, q = log_p.exp(), log_q.exp()
+        kl = float((p * (log_p - log_q)).sum().clamp(min=0)) / math.log(2)
+        best = {int(choice) for row in (p, q) for choice in row.topk(min(top, len(p))).indices}
+        listed = tuple(
+            ChoiceEffect(choices.name(choice), choice, float(p[choice]), float(q[choice]))
+            for choice in sorted(best, key=lambda choice: float(-p[choice]))
+        )
+        effects[part] = Effect(ablated, how, prepared.tokens.labels, where, before, after, kl, listed)
+    return effects
 
 
 def readout_position(prepared: Prepared, position: int | None) -> int | None:
@@ -534,16 +406,6 @@ class EachEffect(Result):
         return {name: effect.kl for name, effect in self.effects.items()}
 
 
-def single_parts(config: ModelConfig) -> dict[str, dict[str, str]]:
-    """Return every part that can be off by itself, by name, as an argument of `effect`."""
-    layers = list(layer_names(config))
-    return {
-        **{str(head): {"heads": str(head)} for head in heads_in(attentions(config))},
-        **{f"feedforward:{layer}": {"feedforwards": layer} for layer in layers},
-        **{f"layer:{layer}": {"layers": layer} for layer in layers},
-    }
-
-
 def effect_of_each(
     m: AnyModel,
     given: Any,
@@ -560,37 +422,6 @@ def effect_of_each(
     `on_progress` is told how many parts are done, after each batch.
     """
     prepared = prepare(m, given, target, pair)
-    where = readout_position(prepared, position)
     parts = single_parts(prepared.m.config)
-    found = {name: selected(prepared.m.config, **{**NOTHING, **part}) for name, part in parts.items()}
-    sites = {name: _sites(taps) for name, (_, taps) in found.items()}
-    replaced = _replacements(prepared, {site.tap for some in sites.values() for site in some}, how)
-    rows: Sequence[Sequence[Site]] = [(), *sites.values()]
-    scores = patched_scores(prepared, replaced, rows, where or 0, on_progress)  # [1 + parts, C]
-    effects = {
-        name: compared(prepared, found[name][0], how, where, scores[0], after, top)
-        for name, after in zip(sites, scores[1:])
-    }
-    return EachEffect(effects)
-
-
-NOTHING: dict[str, Any] = {"heads": (), "layers": (), "feedforwards": ()}
-
-
-def _sites(taps: Mapping[str, Any]) -> tuple[Site, ...]:
-    """Return where something is put, for what `selected` found."""
-    return tuple(
-        site
-        for tap, heads in taps.items()
-        for site in ([Site(tap, head=head) for head in heads] if isinstance(heads, list) else [Site(tap)])
-    )
-
-
-def _replacements(prepared: Prepared, taps: set[str], how: str) -> dict[str, Tensor]:
-    """Return what takes the place of each activation, [1, ...] as the text has it: zeros, or means."""
-    _, seen = prepared.record(*taps)
-    if how == "zero":
-        return {tap: torch.zeros_like(seen[tap]) for tap in taps}
-    refuse(how != "mean", f'how "{how}" is not known: choose zero or mean')
-    means = means_of_text(prepared)
-    return {tap: means[tap].to(seen[tap]).expand(seen[tap].shape) for tap in taps}
+    groups = {name: find_parts(prepared.m.config, **part) for name, part in parts.items()}
+    return EachEffect(_effects(prepared, groups, how, None, position, top, on_progress))

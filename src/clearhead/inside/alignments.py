@@ -40,14 +40,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from clearhead.core.transformer import Transformer
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import InputError, refuse, refuse_unknown
 from clearhead.hub.tokenizer import framed
 from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, results
 from clearhead.inside.names import AttentionHead, heads_in, patterned
-from clearhead.learn.batches.padding import by_length
-from clearhead.learn.data import files, treebank
-from clearhead.learn.data.treebank import Sentence
+from clearhead.learn.batches.ragged import by_length
+from clearhead.learn.data import conll, files
+from clearhead.learn.data.conll import Sentence
 from clearhead.run.api import Model
 
 UNLIMITED = 1 << 30
@@ -64,9 +64,9 @@ class WordTokens(inputs.InputTokens):
 
 def align(
     m: Model | Tokenizer,
-    words: Sequence[str] | treebank.Sentence,
+    words: Sequence[str] | conll.Sentence,
     text: str | None = None,
-    spans: Sequence[treebank.Span] | None = None,
+    spans: Sequence[conll.Span] | None = None,
     max_length: int | None = None,
 ) -> WordTokens:
     """Return the tokens of each word of a sentence.
@@ -79,10 +79,10 @@ def align(
         spans: the characters of each word; None: the words are looked for in the text, one after the other.
         max_length: tokens that are kept; None: what the model can read.
     """
-    if isinstance(words, treebank.Sentence):
+    if isinstance(words, conll.Sentence):
         return align(m, [word.form for word in words.words], words.text, words.spans or None, max_length)
     text = " ".join(words) if text is None else text
-    spans = treebank.locate(words, text) if spans is None else spans
+    spans = conll.locate(words, text) if spans is None else spans
     if spans is None:
         raise InputError(f"the words do not make up the text: {' '.join(words)[:60]!r} against {text[:60]!r}")
     refuse(len(spans) != len(words), f"{len(spans)} spans for {len(words)} words: give one for each")
@@ -102,7 +102,7 @@ def align(
     return replace(read, words=positions(spans, read.text_spans), types=tuple(encoding.type_ids[:count]))
 
 
-def positions(words: Sequence[treebank.Span], tokens: Sequence[treebank.Span]) -> tuple[tuple[int, ...], ...]:
+def positions(words: Sequence[conll.Span], tokens: Sequence[conll.Span]) -> tuple[tuple[int, ...], ...]:
     """Return the positions of the tokens that overlap each stretch of characters; empty ones overlap none."""
     return tuple(
         tuple(place for place, (a, b) in enumerate(tokens) if max(a, start) < min(b, end))
@@ -142,7 +142,7 @@ class Aligned:
     """Stretches that belong together: of one text, or of a source and its target."""
 
     text: str
-    pairs: tuple[tuple[treebank.Span, treebank.Span], ...]
+    pairs: tuple[tuple[conll.Span, conll.Span], ...]
     target: str | None = None
     unit: Literal["characters", "tokens"] = "characters"
 
@@ -150,6 +150,8 @@ class Aligned:
 @dataclass(frozen=True)
 class Agreement(results.Result):
     """How well each head agrees; shares from 0 to 1."""
+
+    json_names = ("pairs", "skipped", "ranking as heads")
 
     heads: tuple[AttentionHead, ...]
     directions: tuple[str, str]  # first to second and back; for cross-attention written, read
@@ -174,34 +176,30 @@ class Agreement(results.Result):
         ]
         return sorted(rows, key=lambda row: (-row["accuracy"], -row["attention"]))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {"pairs": self.pairs, "skipped": self.skipped, "heads": self.ranking()}
-
 
 def read_alignments(path: Path) -> list[Aligned]:
     """Read a JSONL file of aligned texts; see the module for its lines."""
     if not path.exists():
         raise files.missing(path)
-    found = []
+    alignments = []
     for number, line in files.read_lines(path):
         if line.strip():
             try:
-                found.append(_aligned(json.loads(line)))
+                alignments.append(_aligned(json.loads(line)))
             except (ValueError, TypeError, KeyError) as error:
                 form = 'a line is {"text": ..., "pairs": [[[start, end], [start, end]], ...]}'
                 raise InputError(
                     f"{path}, line {number}: {error if isinstance(error, InputError) else form}"
                 ) from None
-    refuse(not found, f"{path} is empty: there is no alignment in it")
-    return found
+    refuse(not alignments, f"{path} is empty: there is no alignment in it")
+    return alignments
 
 
 def _aligned(line: dict[str, Any]) -> Aligned:
     """Return one line, checked."""
     text, target = (line["source"], line["target"]) if "source" in line else (line["text"], None)
     unit = line.get("unit", "characters")
-    refuse(unit not in ("characters", "tokens"), f'unit "{unit}" is not known: choose characters or tokens')
+    refuse_unknown("unit", unit, ("characters", "tokens"))
     refuse(
         not isinstance(text, str) or not (target is None or isinstance(target, str)),
         "a text must be a string",
@@ -238,11 +236,11 @@ def agreement(m: inputs.AnyModel, examples: Iterable[Aligned]) -> Agreement:
         prepared, first, second = _read(m, example)
         _, seen = prepared.record(*names)
         pattern = torch.cat([results.on_cpu(seen[name][0]) for name in names])  # N T S
-        found = [
+        spans = [
             (_tokens(span, first, example.unit), _tokens(other, second, example.unit))
             for span, other in example.pairs
         ]
-        known = [pair for pair in found if all(pair)]
+        known = [pair for pair in spans if all(pair)]
         counted += len(known)
         for span, other in known:
             looks = [(other, span, -1), (other, span, 0)] if cross else [(span, other, 0), (other, span, 0)]
@@ -287,7 +285,7 @@ def _read(m: Model, example: Aligned) -> tuple[inputs.Prepared, inputs.InputToke
     return prepared, prepared.first_tokens, second
 
 
-def _tokens(span: treebank.Span, tokens: inputs.InputTokens, unit: str) -> list[int]:
+def _tokens(span: conll.Span, tokens: inputs.InputTokens, unit: str) -> list[int]:
     """Return the positions of the tokens in a span."""
     if unit == "characters":
         return list(positions([span], tokens.text_spans)[0])
@@ -324,6 +322,8 @@ class Relation(results.Result):
 class Syntax(results.Result):
     """How often each head is right about each relation."""
 
+    json_names = ("sentences", "words", "lost", "table as relations")
+
     heads: tuple[AttentionHead, ...]
     relations: tuple[str, ...]  # most frequent first
     arcs: results.Array  # [2, R]: in either half of the sentences
@@ -341,16 +341,12 @@ class Syntax(results.Result):
 
     def best(self, relation: str) -> Relation:
         """Return the head that follows a relation best, and the baseline."""
-        refuse(
-            relation not in self.relations,
-            f'no arc is called "{relation}"{nearest(relation, self.relations)}: '
-            f"there are {', '.join(self.relations)}",
-        )
+        refuse_unknown("relation", relation, self.relations)
         at = self.relations.index(relation)
         accuracy, arcs = self.accuracy[:, :, at], int(self.arcs[:, at].sum())
         direction, head = np.unravel_index(accuracy.argmax(), accuracy.shape)
         right = self.right[..., at].reshape(2, -1)  # halves, directions and heads
-        found = sum(int(right[half, right[1 - half].argmax()]) for half in (0, 1))
+        right_held_out = sum(int(right[half, right[1 - half].argmax()]) for half in (0, 1))
         return Relation(
             name=relation,
             arcs=arcs,
@@ -359,22 +355,13 @@ class Syntax(results.Result):
             head=str(self.heads[head]),
             direction=DIRECTIONS[direction],
             accuracy=float(accuracy.max()),
-            held_out=found / arcs if self.arcs[:, at].all() else float("nan"),
+            held_out=right_held_out / arcs if self.arcs[:, at].all() else float("nan"),
             gain=float(accuracy.max() - self.baselines[at]),
         )
 
     def table(self, least: int = 1) -> list[Relation]:
         """Return a row for each relation that has this many arcs, most frequent first."""
         return [self.best(name) for name, arcs in zip(self.relations, self.arcs.sum(0)) if arcs >= least]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return {
-            "sentences": self.sentences,
-            "words": self.words,
-            "lost": self.lost,
-            "relations": results.plain(self.table()),
-        }
 
 
 def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
@@ -428,16 +415,16 @@ def syntax(m: Model, sentences: Sequence[Sentence]) -> Syntax:
 
 def _fixed_distance(sentences: Sequence[Sentence]) -> tuple[list[str], tuple[int, ...], results.Array]:
     """Return relations by frequency, the commonest distance of each (governor - dependent), and its share."""
-    found = Counter(
+    counts = Counter(
         (word.relation, word.head - own)
         for sentence in sentences
         for own, word in enumerate(sentence.words, 1)
         if word.head
     )
-    totals = Counter(relation for relation, _ in found.elements())
+    totals = Counter(relation for relation, _ in counts.elements())
     names = sorted(totals, key=lambda name: (-totals[name], name))
     common = [  # of each relation: how often, negative, and the distance
-        min((-count, abs(distance), distance) for (own, distance), count in found.items() if own == name)
+        min((-count, abs(distance), distance) for (own, distance), count in counts.items() if own == name)
         for name in names
     ]
     shares = np.array([-count / totals[name] for name, (count, _, _) in zip(names, common)])
@@ -456,9 +443,9 @@ def strongest_links(m: Model, batch: Sequence[WordTokens], kind: str = "self") -
     matrices = word_matrices([words.words for words in batch], max(map(len, sentences)))
     sum_of, mean_of = (x.to(inputs.device_of(m.model))[:, None] for x in matrices)  # B 1 T W, B 1 W T
     itself = torch.eye(sum_of.shape[-1], dtype=torch.bool, device=sum_of.device)
-    found = []
+    links = []
     for name in names:
         between = word_attention(seen[name].float(), sum_of, mean_of).masked_fill(itself, 0.0)  # B H W W
         most, where = between.max(-1)
-        found.append(where.masked_fill(most <= 0, -1))
-    return torch.cat(found, 1).cpu()
+        links.append(where.masked_fill(most <= 0, -1))
+    return torch.cat(links, 1).cpu()

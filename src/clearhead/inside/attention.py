@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,8 +29,8 @@ import torch
 from torch import Tensor
 
 from clearhead.core.transformer import Transformer
-from clearhead.errors import InputError, nearest, refuse
-from clearhead.hub.files import read_json
+from clearhead.errors import nearest, refuse, refusing
+from clearhead.hub.files import read_json, write_bytes, write_text
 from clearhead.inside import inputs, names
 from clearhead.inside.names import AttentionHead, AttentionName
 from clearhead.inside.results import Array, Result, entropy_bits, filled, plain
@@ -49,10 +50,7 @@ def query_entropy(pattern: Tensor, real: Tensor | None = None) -> Tensor:
 
 def mean_entropy(bits: Array) -> Array:
     """Return the mean over queries that see something, [..., N] -> [...]; NaN where none does."""
-    seen = np.isfinite(bits)
-    count = seen.sum(-1)
-    total = np.where(seen, bits, 0.0).sum(-1, dtype=bits.dtype)
-    return np.where(count > 0, total / np.maximum(count, 1), math.nan)
+    return torch.from_numpy(np.array(bits)).nanmean(-1).numpy()
 
 
 @dataclass(frozen=True)
@@ -229,8 +227,8 @@ class AttentionMaps(Result):
             f'head "{name}" was not recorded{nearest(wanted, known)}: '
             f"heads are called layer.head, such as {', '.join(list(known)[:3])}",
         )
-        found, number = known[wanted]
-        return found.heads()[number]
+        layer, number = known[wanted]
+        return layer.heads()[number]
 
     def heads(self) -> list[HeadPattern]:
         """Return every head by itself."""
@@ -274,28 +272,17 @@ class AttentionMaps(Result):
     def save(self, path: str | Path) -> Path:
         """Write patterns, entropies and labels of every attention as .json, or as arrays in an .npz."""
         path = checked_ending(path)
-        part = path.with_name(f".{path.name}.part")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix.lower() == ".json":
-                part.write_text(json.dumps(self.to_dict()), encoding="utf-8")
-            else:
-                arrays: dict[str, Any] = {
-                    f"{each.kind}.{each.layer}.{name}": array
-                    for each in self.maps
-                    for name, array in (
-                        ("pattern", each.pattern),
-                        ("entropies", each.entropies()),
-                        ("queries", np.array(each.queries.labels)),
-                        ("keys", np.array(each.keys.labels)),
-                    )
-                }
-                with part.open("wb") as file:
-                    np.savez(file, aggregated=np.array(self.aggregated), **arrays)
-            part.replace(path)
-        except OSError as error:
-            part.unlink(missing_ok=True)
-            raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+        if path.suffix.lower() == ".json":
+            write_text(path, json.dumps(self.to_dict()))
+            return path
+        arrays: dict[str, Any] = {"aggregated": np.array(self.aggregated)}
+        for each in self.maps:
+            axes = {"queries": np.array(each.queries.labels), "keys": np.array(each.keys.labels)}
+            own = {"pattern": each.pattern, "entropies": each.entropies(), **axes}
+            arrays |= {f"{each.kind}.{each.layer}.{name}": array for name, array in own.items()}
+        file = BytesIO()
+        np.savez(file, **arrays)
+        write_bytes(path, file.getvalue())
         return path
 
 
@@ -318,7 +305,7 @@ INDEX = "maps.json"
 
 def attention(
     m: inputs.AnyModel,
-    given: inputs.Given,
+    given: inputs.Given | inputs.Prepared,
     target: inputs.Target = None,
     pair: str | None = None,
     kinds: Sequence[str] | None = None,
@@ -329,32 +316,26 @@ def attention(
     """Return the attention patterns of one forward pass.
 
     Args:
-        m: what `load` gave, or a bare model, which takes ids or pixels.
-        given: text or token ids; for a model of patches an image.
-        target: what the decoder of two stacks has written; None: what it writes by itself.
-        pair: the second text of a pair, for an encoder.
+        m, given, target, pair: as for `prepare`.
         kinds: self, encoder, cross; None: all that the model has.
         layers: which layers of them; None: all that have a pattern. Those of mixtures and states have none.
         budget: the most cells of a head's pattern; a larger one is put into cells of several tokens: the sum
             over a cell's keys, the mean over its queries, so that rows still sum to 1. None: never.
         to: a new or empty folder that patterns are streamed to, a file each; the result maps them from there.
     """
-    return maps_of(inputs.prepare(m, given, target, pair), kinds, layers, budget, to)
-
-
-def maps_of(
-    prepared: inputs.Prepared,
-    kinds: Sequence[str] | None = None,
-    layers: Sequence[int] | None = None,
-    budget: int | None = BUDGET,
-    to: str | Path | None = None,
-) -> AttentionMaps:
-    """Return the patterns for inputs that are prepared already; see `attention`."""
+    prepared = inputs.prepare(m, given, target, pair)
     refuse(budget is not None and budget < 1, f"budget {budget} must be 1 cell or more, or None for no limit")
     chosen = _chosen(prepared.model, kinds, layers)
     axes = {each.kind: _axes(prepared, each.kind, budget) for each in chosen}
-    folder = _new_folder(Path(to)) if to is not None else None
-    found: list[LayerMap] = []
+    folder = None if to is None else Path(to)
+    if folder is not None:
+        with refusing(f"the folder {folder} cannot be used"):
+            folder.mkdir(parents=True, exist_ok=True)
+            refuse(
+                any(folder.iterdir()),
+                f"the folder {folder} is not empty: name a new one to stream patterns to",
+            )
+    maps: list[LayerMap] = []
 
     def keep(x: Tensor, name: names.AttentionName) -> None:
         whole, (queries, keys) = x.detach()[0].float(), axes[name.kind]
@@ -364,23 +345,24 @@ def maps_of(
             # Copied out of torch's memory: small tensors between large ones would keep their blocks taken.
             cells = np.array(in_cells(whole, queries.size, keys.size).cpu())
             entropies = query_entropy(whole).cpu().numpy()
-        each = LayerMap(name.kind, name.layer, cells, queries, keys, entropies)
         if folder is None:
-            found.append(each)
-        else:
-            _write_arrays(each, folder)
+            maps.append(LayerMap(name.kind, name.layer, cells, queries, keys, entropies))
+            return
+        with refusing(f"patterns cannot be written to {folder}"):
+            np.save(folder / f"{name.kind}.{name.layer}.npy", cells)
+            if entropies is not None:
+                np.save(folder / f"{name.kind}.{name.layer}.entropies.npy", entropies)
 
     prepared.hand_out({f"{each.part}.pattern": partial(keep, name=each) for each in chosen})
     skipped = tuple(each for each, own in names.kinds_of(prepared.model.config).items() if not own.patterned)
     if folder is None:
-        return AttentionMaps(tuple(found), skipped)
+        return AttentionMaps(tuple(maps), skipped)
     rows = [
-        {"kind": each.kind, "layer": each.layer}
-        | {name: axis.to_dict() for name, axis in zip(("queries", "keys"), axes[each.kind])}
+        {"kind": each.kind, "layer": each.layer, "queries": queries.to_dict(), "keys": keys.to_dict()}
         for each in chosen
+        for queries, keys in [axes[each.kind]]
     ]
-    index = {"maps": rows, "skipped": skipped}
-    (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    write_text(folder / INDEX, json.dumps({"maps": rows, "skipped": skipped}))
     return read_maps(folder)
 
 
@@ -405,7 +387,7 @@ def in_cells(pattern: Tensor, queries: int, keys: int) -> Tensor:
     [H, T, S] -> [H, ceil(T / queries), ceil(S / keys)]; the last cells may hold fewer tokens.
     """
     T = pattern.shape[1]
-    # Queries first: sums of whole rows are quick, and leave less to sum in short pieces.
+    # Queries first: sums of whole rows are quick, and leave less to sum in short chunks.
     cells = _summed(_summed(pattern, 1, queries), 2, keys)
     counts = [[min(queries, T - first)] for first in range(0, T, queries)]
     return cells / torch.tensor(counts, device=pattern.device)
@@ -427,47 +409,23 @@ def _chosen(
     known = list(names.kinds_of(model.config))
     there = tuple(dict.fromkeys(each.kind for each in known))
     kinds = (kinds,) if isinstance(kinds, str) else there if kinds is None else kinds
-    for kind in kinds:
-        refuse(
-            kind not in there,
-            f'there is no attention of the kind "{kind}": this model has {", ".join(there)}',
-        )
-    found = [each for each in known if each.kind in kinds]
-    depth = max((each.layer for each in found), default=-1)
+    unknown = next((kind for kind in kinds if kind not in there), None)
+    refuse(
+        unknown is not None,
+        f'there is no attention of the kind "{unknown}": this model has {", ".join(there)}',
+    )
+    depth = max((each.layer for each in known if each.kind in kinds), default=-1)
     for layer in layers or ():
         refuse(not 0 <= layer <= depth, f"there is no layer {layer}: layers are 0 to {depth}")
-    found = [each for each in found if layers is None or each.layer in layers]
-    refuse(not found, "no attention was chosen: name at least one kind and one layer")
-    shown = [each for each in names.patterned(model.config) if each in found]
-    refuse(not shown, f"there is no attention pattern to look at; {''.join(names.unpatterned(model.config))}")
-    return shown
+    chosen = [each for each in known if each.kind in kinds and (layers is None or each.layer in layers)]
+    refuse(not chosen, "no attention was chosen: name at least one kind and one layer")
+    return names.patterned(model.config, among=chosen)
 
 
 def _axes(prepared: inputs.Prepared, kind: str, budget: int | None) -> tuple[Axis, Axis]:
     """Return queries and keys of one kind, in cells that keep a pattern within the budget."""
-    queries = prepared.tokens_of("encoder." if kind == "encoder" else "").labels
-    keys = prepared.tokens_of("" if kind == "self" else "encoder.").labels
+    queries, keys = (tokens.labels for tokens in prepared.queries_and_keys(kind))
     side = max(len(queries), len(keys))
     if budget is not None and len(queries) * len(keys) > budget:
         side = math.isqrt(budget)
     return Axis.over(queries, math.ceil(len(queries) / side)), Axis.over(keys, math.ceil(len(keys) / side))
-
-
-def _new_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        refuse(
-            any(folder.iterdir()), f"the folder {folder} is not empty: name a new one to stream patterns to"
-        )
-    except OSError as error:
-        raise InputError(f"the folder {folder} cannot be used: {error.strerror or error}") from None
-    return folder
-
-
-def _write_arrays(each: LayerMap, folder: Path) -> None:
-    try:
-        np.save(folder / f"{each.kind}.{each.layer}.npy", each.pattern)
-        if each.recorded_entropies is not None:
-            np.save(folder / f"{each.kind}.{each.layer}.entropies.npy", each.recorded_entropies)
-    except OSError as error:
-        raise InputError(f"patterns cannot be written to {folder}: {error.strerror or error}") from None

@@ -32,15 +32,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from clearhead.core.config import ModelConfig
-from clearhead.core.taps import Recording, record, tap_names
-from clearhead.core.transformer import evaluating
 from clearhead.errors import refuse
 from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, names, results
-from clearhead.inside.alignments import positions
-from clearhead.inside.inputs import choices_of, find_column
+from clearhead.inside.alignments import positions as token_positions
+from clearhead.inside.interventions import patched_scores
 from clearhead.inside.logit_attribution import AddedPart, LogitQuery, Term, exact, parts_of, terms_of
+from clearhead.variants.contexts import Recording, record, tap_names
 
 LOOKED_THROUGH = 300  # of the largest edges, where one that moved something is looked for
 
@@ -108,9 +106,11 @@ class Paths(results.Result):
 
         Where there is none, the largest for it; None where no head speaks for it.
         """
-        found = [edge for edge in self.strongest(LOOKED_THROUGH) if edge.value > 0]
-        moved = (edge for edge in found if "." in edge.part.rpartition(".")[0] or edge.source != edge.reader)
-        return next(moved, found[0] if found else None)
+        positive = [edge for edge in self.strongest(LOOKED_THROUGH) if edge.value > 0]
+        moved = (
+            edge for edge in positive if "." in edge.part.rpartition(".")[0] or edge.source != edge.reader
+        )
+        return next(moved, positive[0] if positive else None)
 
 
 def paths(
@@ -124,25 +124,28 @@ def paths(
 ) -> Paths:
     """Return what each head carried from each token, for one logit; the arguments are `contributions`'."""
     config = inputs.as_model(m).config
-    own = {str(attention): attention for attention in _patterned(config) if attention.kind != "encoder"}
+    own = {
+        str(attention): attention
+        for attention in names.patterned(config, required=False)
+        if attention.kind != "encoder"
+    }
     taps = [f"{attention.part}.{tap}" for attention in own.values() for tap in ("pattern", "v")]
-    query = LogitQuery.of(m, given, token, position, target, against, pair, *taps)
-    parts, read = parts_of(query)
+    query = LogitQuery.of(m, given, token, position, target, against, pair, taps)
     direct: dict[str, Tensor] = {}
     others: list[AddedPart] = []
-    for part in parts:
+    for part in parts_of(query):
         name = part.terms[0].name.rpartition(".")[0]
         if part.terms[0].head is None or name not in own:
             others.append(part)
             continue
-        direct[name] = _carried(query.seen, own[name], part.slope, read.rows)
+        direct[name] = _carried(query.seen, own[name], part.slope, query.read.rows)
     return Paths(
         columns=query.choices.columns,
         column=query.column,
         choice=query.name,
         against=query.against,
         tokens=query.prepared.tokens.labels,
-        rows=tuple(read.rows.tolist()),
+        rows=tuple(query.read.rows.tolist()),
         direct=direct,
         terms=terms_of(query, others),
         logit=query.logit,
@@ -162,19 +165,19 @@ def looks(
     """Return what made a head look from one token at another: the parts before it that moved its log-odds.
 
     An edge's value is the slope of the log-odds of the weight, times what the part carried. The arguments
-    are `prepare`'s, and a head by its name with its reader and source by their places; `count` is how many
+    are `prepare`'s, and a head by its name with its reader and source by their positions; `count` is how many
     edges are kept, the largest first.
     """
     prepared = inputs.prepare(m, given, target, pair)
     config = prepared.m.config
-    (found,) = names.find_heads(config, [head])
-    known = _patterned(config)
+    (looking,) = names.find_heads(config, [head])
+    known = names.patterned(config, required=False)
     refuse(
-        found.part not in {attention.part for attention in known},
+        looking.part not in {attention.part for attention in known},
         f"head {head} has no attention pattern to look into",
     )
     refuse(
-        f"{found.part}.scores" not in tap_names(config),
+        f"{looking.part}.scores" not in tap_names(config),
         f"head {head} has no scores, by which it would look at one token and not at another: its shares come "
         "from features",
     )
@@ -185,9 +188,9 @@ def looks(
         for tap in ("embedding", *(f"blocks.{layer}.feedforward.out" for layer in range(spec.n_layers)))
     ]
     taps = [f"{attention.part}.{tap}" for attention in known for tap in ("z", "pattern", "v")]
-    seen = prepared.record_graph(f"{found.part}.scores", *taps, *others)
+    seen = prepared.record_graph(f"{looking.part}.scores", *taps, *others)
     with torch.enable_grad():
-        scores = seen[f"{found.part}.scores"][0, found.number]
+        scores = seen[f"{looking.part}.scores"][0, looking.number]
         _check_place(reader, len(scores), "reader")
         _check_place(source, scores.shape[1], "source")
         rest = scores[reader].index_fill(0, torch.tensor([source], device=scores.device), -math.inf)
@@ -210,15 +213,6 @@ def looks(
     return _largest((edge for edge in edges if edge.value), count)
 
 
-def _patterned(config: ModelConfig) -> list[names.AttentionName]:
-    """Return every attention with heads and a pattern; none is not refused."""
-    return [
-        attention
-        for attention, kind in names.kinds_of(config).items()
-        if kind.patterned and attention.n_heads
-    ]
-
-
 def _check_place(place: int, count: int, what: str) -> None:
     refuse(not 0 <= place < count, f"there is no {what} {place}: tokens go from 0 to {count - 1}")
 
@@ -227,8 +221,8 @@ def _cells(table: Tensor, count: int) -> list[tuple[int, int, int, float]]:
     """Return the largest cells of a table of either sign: three indices and the value."""
     best = table.abs().flatten().topk(min(count, table.numel())).indices
     _, rows, columns = table.shape
-    places = (best // (rows * columns), best // columns % rows, best % columns)
-    return list(zip(*(place.tolist() for place in places), table.flatten()[best].tolist()))
+    indices = (best // (rows * columns), best // columns % rows, best % columns)
+    return list(zip(*(place.tolist() for place in indices), table.flatten()[best].tolist()))
 
 
 def _largest(edges: Iterable[Edge], count: int) -> list[Edge]:
@@ -244,7 +238,7 @@ def _carried(
 ) -> Tensor:
     """Return pattern x value x slope, slopes [H, R, E] -> [H, R, S].
 
-    A gate behind the values scales what every source gave.
+    A gate after the values scales what every source gave.
     """
     z, pattern, v = (seen[f"{attention.part}.{tap}"][0] for tap in ("z", "pattern", "v"))
     if rows is not None:
@@ -259,7 +253,6 @@ def _carried(
 # Occlusion --------------------------------------------------------------------------------------------------
 
 
-ROWS = 32  # inputs that are run at once
 STANDS_FOR_NOTHING = ("mask", "unk", "pad")
 
 
@@ -284,37 +277,29 @@ def occlusion(
     position: int = -1,
     pair: str | None = None,
 ) -> Occlusion:
-    """Leave out each unit of an input in turn; `token` and `position` are as for `contributions`."""
-    config = given.m.config if isinstance(given, inputs.Prepared) else inputs.as_model(m).config
+    """Leave out each unit of an input, one at a time; `token` and `position` are as for `contributions`."""
     refuse(
-        len(config.stacks) == 2,
+        len(inputs.as_model(m).config.stacks) == 2,
         "occlusion is for a model of one stack: patch the two texts of an encoder-decoder instead",
     )
-    prepared = inputs.prepare(m, given, pair=pair)
-    choices = choices_of(prepared)
-    column = find_column(position, choices.columns)
-    output, _ = prepared.record(logits="none")
-    with torch.no_grad(), evaluating(prepared.model):
-        scores = choices.column_scores(output.hidden, column)[0]
-    choice = int(scores.argmax()) if token is None else choices.find(token)
+    query = LogitQuery.of(m, given, token, position, pair=pair, parts=False)
+    prepared, choices, column, choice = query.prepared, query.choices, query.column, query.choice
     units = _units(prepared)
-    rows, without = _left_out(prepared, [places for _, places in units])
-    after = []
-    with torch.no_grad(), evaluating(prepared.model):
-        for some in torch.split(rows, ROWS):
-            given_more = {name: x.expand(len(some), *x.shape[1:]) for name, x in prepared.given.items()}
-            hidden = prepared.model(some, **given_more, logits="none").hidden
-            after.append(choices.column_scores(hidden, column)[:, choice].double().cpu())
-    slopes = _gradient(prepared, column, choice)
+    rows, without = _left_out(prepared, [positions for _, positions in units])
+    after = patched_scores(prepared, {}, [()] * len(units), column, kept=(choice,), ids=rows)[:, 0]  # U
+    with torch.enable_grad(), record(prepared.model, "embedding", detach=False) as seen:
+        logit = choices.column_scores(prepared.run(logits="none").hidden, column)[0, choice]
+        (slope,) = torch.autograd.grad(logit, seen["embedding"])
+    gradient = (slope * seen["embedding"].detach())[0].double().sum(-1).cpu()  # T
     return Occlusion(
         units=tuple(name for name, _ in units),
-        places=tuple(places for _, places in units),
+        places=tuple(positions for _, positions in units),
         column=column,
-        choice=choices.name(choice),
-        logit=float(scores[choice]),
+        choice=query.name,
+        logit=query.output_logit,
         without=without,
-        dropped=(float(scores[choice]) - torch.cat(after)).float(),
-        gradient=torch.stack([slopes[list(places)].sum() for _, places in units]).float(),
+        dropped=(query.output_logit - after.double()).float(),
+        gradient=torch.stack([gradient[list(positions)].sum() for _, positions in units]).float(),
     )
 
 
@@ -329,12 +314,12 @@ def _units(prepared: inputs.Prepared) -> list[Unit]:
     if not tokens.text or not tokens.spans or (prepared.types is not None and bool(prepared.types.any())):
         return alone
     words = [(match[0], match.span()) for match in re.finditer(r"\w+|[^\w\s]", tokens.text)]
-    found = positions([span for _, span in words], tokens.text_spans)
+    word_tokens = token_positions([span for _, span in words], tokens.text_spans)
     units: dict[tuple[int, ...], str] = {}
-    for (word, _), places in zip(words, found):
-        if places:
-            units[places] = units.get(places, "") + word
-    return [(name, places) for places, name in units.items()] or alone
+    for (word, _), positions in zip(words, word_tokens):
+        if positions:
+            units[positions] = units.get(positions, "") + word
+    return [(name, positions) for positions, name in units.items()] or alone
 
 
 def _left_out(prepared: inputs.Prepared, units: list[tuple[int, ...]]) -> tuple[Tensor, str]:
@@ -351,15 +336,6 @@ def _left_out(prepared: inputs.Prepared, units: list[tuple[int, ...]]) -> tuple[
     known = [name for name in STANDS_FOR_NOTHING if prepared.m.special.get(name) is not None]
     refuse(not known, "this model has no mask, unknown or padding token to put in the place of a word")
     nothing = prepared.m.special[known[0]]
-    for row, places in zip(rows, units):
-        row[list(places)] = nothing
+    for row, positions in zip(rows, units):
+        row[list(positions)] = nothing
     return rows, labels(prepared.m.tokenizer, [nothing])[0]
-
-
-def _gradient(prepared: inputs.Prepared, column: int, choice: int) -> Tensor:
-    """Return slope x input of each token, [T]."""
-    with torch.enable_grad(), record(prepared.model, "embedding", detach=False) as seen:
-        output = prepared.run(logits="none")
-        logit = choices_of(prepared).column_scores(output.hidden, column)[0, choice]
-        (slope,) = torch.autograd.grad(logit, seen["embedding"])
-    return (slope * seen["embedding"].detach())[0].double().sum(-1).cpu()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from clearhead.core.attention import Attention
 from clearhead.core.feedforward import FeedForward
-from clearhead.core.heads import ClassifierHead, LanguageHead, PooledHead, TokenHead
+from clearhead.core.heads import LanguageHead
 from clearhead.core.norms import Norm
 from clearhead.core.stack import Block, Stack
 from clearhead.core.transformer import Transformer
@@ -30,6 +30,7 @@ from clearhead.run.api import Model
 from clearhead.run.kernels.lora import merged
 from clearhead.run.quant.apply import refuse_quantized
 from clearhead.variants.gated_delta import GatedDelta
+from clearhead.variants.heads import ClassifierHead, PooledHead, TokenHead
 from clearhead.variants.positions import DisentangledAttention
 from clearhead.variants.routing import Experts
 
@@ -46,7 +47,7 @@ SHIFTED = ("qkv_bias", "key_bias", "feedforward_bias", "pooler_bias", "head_bias
 class Folding(NamedTuple):
     """A norm, and all that reads it; what the norm gives may be multiplied by a number first."""
 
-    norm: Norm
+    norm: nn.Module
     readers: list[nn.Linear]
     factor: float = 1.0
 
@@ -71,8 +72,9 @@ def fold_norms(m: AnyModel, centre: bool = False) -> Model:
         model = _copied(whole.model, centre)
         for folding in _foldings(model):
             _fold(folding)
-        for part in _writers(model) if centre else ():
-            _centre(part)
+        for weight, axis in _writers(model) if centre else ():
+            wide = weight.double()
+            weight.copy_(wide - wide.mean(axis, keepdim=True))
     return dataclasses.replace(whole, model=model, folder=None)
 
 
@@ -103,21 +105,17 @@ def _foldings(model: Transformer) -> Iterator[Folding]:
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
     for stack in stacks:
         if stack.embedding.norm is not None and stack.embedding.project is not None:
-            yield _folding(stack.embedding.norm, [stack.embedding.project])
+            yield Folding(stack.embedding.norm, [stack.embedding.project])
         for block in _blocks(stack):
             yield from _in_block(block)
     if len(stacks) == 2 and stacks[0].norm is not None:
         crosses = [block.cross for block in _blocks(stacks[1]) if block.cross is not None]
-        yield _folding(stacks[0].norm, [layer for cross in crosses for layer in (cross.k, cross.v)])
+        yield Folding(stacks[0].norm, [layer for cross in crosses for layer in (cross.k, cross.v)])
     yield from _in_head(model)
 
 
 def _blocks(stack: Stack) -> list[Block]:
     return cast(list[Block], list(stack.blocks))
-
-
-def _folding(norm: nn.Module, readers: list[nn.Linear], factor: float = 1.0) -> Folding:
-    return Folding(cast(Norm, norm), readers, factor)
 
 
 def _in_block(block: Block) -> Iterator[Folding]:
@@ -127,23 +125,23 @@ def _in_block(block: Block) -> Iterator[Folding]:
     # A disentangled attention projects the vectors of distances by the same weights, without the norm.
     if first is not None and not isinstance(block.attention, DisentangledAttention):
         also = expands if block.parallel and second is None else []
-        yield _folding(first, [*_readers(block.attention), *also])
+        yield Folding(first, [*_readers(block.attention), *also])
     if second is not None:
-        yield _folding(second, expands)
+        yield Folding(second, expands)
     if block.cross is not None and block.cross_residual is not None:
         before, reads = block.cross_residual.before, (block.cross.q, block.cross.gate)
         if before is not None:
-            yield _folding(before, [layer for layer in reads if layer is not None])
+            yield Folding(before, [layer for layer in reads if layer is not None])
 
 
 def _readers(part: nn.Module) -> list[nn.Linear]:
     """Return the layers of a sublayer that read its input."""
     names = next(names for kind, names in READERS.items() if isinstance(part, kind))
-    found = [layer for name in names if (layer := getattr(part, name, None)) is not None]
+    readers = [layer for name in names if (layer := getattr(part, name, None)) is not None]
     if isinstance(part, Experts):
         experts = [*part.experts, *([] if part.shared is None else [part.shared])]
-        found += [layer for expert in experts for layer in _readers(expert)]
-    return found
+        readers += [layer for expert in experts for layer in _readers(expert)]
+    return readers
 
 
 def _in_head(model: Transformer) -> Iterator[Folding]:
@@ -160,16 +158,16 @@ def _in_head(model: Transformer) -> Iterator[Folding]:
     else:
         return
     if last is not None and first is not None:
-        yield _folding(last, [first], factor)
+        yield Folding(last, [first], factor)
     if inner is not None:
-        yield _folding(
+        yield Folding(
             inner, [cast(nn.Linear, head.out)], head.scale if isinstance(head, LanguageHead) else 1.0
         )
 
 
 def _fold(folding: Folding) -> None:
     """Move the scale and the shift of a norm into the layers that read it."""
-    norm, readers, factor = folding
+    norm, readers, factor = cast(Norm, folding.norm), folding.readers, folding.factor
     if norm.bias is not None and any(layer.bias is None for layer in readers):
         return  # such a layer has no place for the shift
     scale = norm.weight.double() + float(norm.unit_offset)  # D
@@ -198,7 +196,7 @@ def _check_centred(model: Transformer) -> None:
         "depth_capacity": any(share < 1 for stack in config.stacks for share in stack.capacities),
         f"input {config.input}": config.input != "tokens",
     }
-    reasons = ", ".join(name for name, found in wrong.items() if found)
+    reasons = ", ".join(name for name, present in wrong.items() if present)
     refuse(
         reasons,
         f"centre needs tokens and a stream that LayerNorms alone read, and this model has {reasons}: "
@@ -228,9 +226,3 @@ def _writers(model: Transformer) -> Iterator[tuple[Tensor, int]]:
 
 def _written(layer: nn.Linear) -> Iterable[tuple[Tensor, int]]:
     return [(weight, 0) for weight in (layer.weight, layer.bias) if weight is not None]
-
-
-def _centre(written: tuple[Tensor, int]) -> None:
-    weight, axis = written
-    wide = weight.double()
-    weight.copy_(wide - wide.mean(axis, keepdim=True))

@@ -29,9 +29,8 @@ from clearhead.core.heads import LanguageHead
 from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
 from clearhead.hub.tokens.text import label, labels
-from clearhead.inside import inputs, results
 from clearhead.inside.alignments import positions
-from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare_first
+from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare, prepare_first
 from clearhead.inside.names import states
 from clearhead.inside.results import Floats, Result, on_cpu
 from clearhead.learn.tasks.reading import embed
@@ -48,7 +47,7 @@ class Nearest(Result):
     """The tokens nearest to a word, or to a sum of words; best first."""
 
     query: str
-    words: dict[str, tuple[str, ...]]  # each word asked for, and the tokens whose mean stands for it
+    words: dict[str, tuple[str, ...]]  # each word of the query, and the tokens whose mean stands for it
     table: str
     ids: tuple[int, ...]
     labels: tuple[str, ...]
@@ -177,21 +176,17 @@ def projection(
 ) -> Projection:
     """Return words on their first two principal components; the largest entry of each axis is positive.
 
-    Args:
-        m: what `load` gave, or a bare model, which takes ids.
-        words: words or ids; None: `k` frequent tokens, see `frequent`.
-        k: how many of those.
-        table: input or output.
+    `words` are words or ids; None: `k` frequent tokens, see `frequent`.
     """
     vectors = word_vectors(m, table)
-    asked: Sequence[WordOrId] = frequent(vectors.m, k) if words is None else words
-    refuse(len(asked) < 3, f"{len(asked)} words make no map: give three or more")
-    rows = torch.stack([vectors.mean(word) for word in asked]).double()  # N D
+    chosen: Sequence[WordOrId] = frequent(vectors.m, k) if words is None else words
+    refuse(len(chosen) < 3, f"{len(chosen)} words make no map: give three or more")
+    rows = torch.stack([vectors.mean(word) for word in chosen]).double()  # N D
     rows = rows - rows.mean(0)
     _, sizes, axes = torch.linalg.svd(rows, full_matrices=False)
     axes = axes[:2] * axes[:2].gather(1, axes[:2].abs().argmax(1, keepdim=True)).sign()
     share = (sizes.square() / sizes.square().sum().clamp(min=1e-30))[:2].tolist()
-    names = tuple(label(vectors.m.tokenizer, word) if isinstance(word, int) else word for word in asked)
+    names = tuple(label(vectors.m.tokenizer, word) if isinstance(word, int) else word for word in chosen)
     return Projection(names, on_cpu(rows @ axes.T).numpy(), (share[0], share[1]), on_cpu(axes).numpy(), table)
 
 
@@ -255,9 +250,9 @@ def _find(word: str, text: str) -> tuple[int, int]:
     refuse(not word.strip(), "the word is empty: name a word of both texts")
     patterns = (rf"(?<!\w){re.escape(word)}(?!\w)", re.escape(word))
     ways = [(pattern, flag) for pattern in patterns for flag in (0, re.IGNORECASE)]
-    found = [match.span() for pattern, flag in ways for match in re.finditer(pattern, text, flag)]
-    refuse(not found, f'the word "{word}" does not stand in "{text[:60]}": both texts must have it')
-    return found[0]
+    matches = [match.span() for pattern, flag in ways for match in re.finditer(pattern, text, flag)]
+    refuse(not matches, f'the word "{word}" does not stand in "{text[:60]}": both texts must have it')
+    return matches[0]
 
 
 # Positions --------------------------------------------------------------------------------------------------
@@ -269,10 +264,7 @@ def position_map(m: AnyModel, length: int | None = None, stack: Which = "main") 
     Learned and sinusoidal positions are vectors [T, D]. Rotary ones are the cosines, then the sines, of each
     pair's angle [T, R]. Biases are what is added to the scores by distance [H, distances].
 
-    Args:
-        m: what `load` gave, or a bare model.
-        length: positions; None: as many as the model takes, 64 at most, or all patches of an image.
-        stack: of a model with an encoder and a decoder, which.
+    `length` is of positions; None: as many as the model takes, 64 at most, or all patches of an image.
     """
     part, where, names = _positions(m, length, stack)
     scheme, values = part.positions.spec.positions, _vectors(part, where)
@@ -313,7 +305,7 @@ def _positions(m: AnyModel, length: int | None, stack: Which) -> tuple[Stack, Te
     model = as_model(m).model
     config, part = model.config, model.encoder if stack == "encoder" else model.main
     if part is None:
-        raise InputError("stack encoder was asked for, and this model has none: leave it out")
+        raise InputError("stack encoder is not there: this model has one stack, so leave it out")
     refuse(
         config.positions == "none", "this model has no positions (positions none): there is nothing to draw"
     )
@@ -351,7 +343,7 @@ def _bias(part: Stack, where: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Similarity(results.Result):
+class Similarity(Result):
     """Two texts, side by side."""
 
     cosine: float
@@ -359,11 +351,11 @@ class Similarity(results.Result):
     states: Tensor  # [T, S]
 
 
-def similarity(m: inputs.AnyModel, text: str, other: str) -> Similarity:
+def similarity(m: AnyModel, text: str, other: str) -> Similarity:
     """Return how alike two texts are to a model that embeds texts; each is read by itself."""
-    m = inputs.as_model(m)
+    m = as_model(m)
     vectors = nnf.normalize(embed(m, [text, other]).double(), dim=-1)
-    read = [inputs.prepare(m, read_text) for read_text in (text, other)]
+    read = [prepare(m, read_text) for read_text in (text, other)]
     hidden = [prepared.record("hidden", logits="none")[0].hidden[0] for prepared in read]
     first, second = (nnf.normalize(x.double().cpu(), dim=-1) for x in hidden)
     labels = (read[0].tokens.labels, read[1].tokens.labels)

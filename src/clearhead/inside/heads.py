@@ -9,7 +9,7 @@ that have such a key and another one to choose from. Its baseline is the score o
 same mask. A role is named only where it takes a clear part of the attention that a uniform head would give
 elsewhere; a head with no such role is "mixed".
 
-    previous    the token before                 next        the token behind
+    previous    the token before                 next        the token after
     itself      the token itself                 first       the first token (a sink)
     separator   special tokens, but the first    same        other positions of the same token
     rare        the rarest token of the row      position    one fixed distance, none of the above
@@ -17,7 +17,7 @@ elsewhere; a head with no such role is "mixed".
     induction   in a sequence that is repeated: the token that came after this one the first time
 
 Over an image, `local` goes by rows and columns, and words have no part. Cross-attention looks at another
-text: it has no token before or behind, and `position` takes any distance. Induction has rows of its own:
+text: it has no token before or after, and `position` takes any distance. Induction has rows of its own:
 random tokens, twice.
 
 Shapes: H heads, T queries, S keys.
@@ -40,7 +40,7 @@ from torch import Tensor
 
 from clearhead.core.config.kinds import FULL
 from clearhead.core.masks import compose, tokens_from
-from clearhead.errors import nearest, refuse
+from clearhead.errors import refuse, refuse_unknown
 from clearhead.inside import inputs, names, results
 from clearhead.inside.names import AttentionHead, heads_in, patterned
 from clearhead.run.api import Model
@@ -68,19 +68,16 @@ class AttentionSample:
 
 def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
     """Yield every attention of the model that has a pattern, over one row."""
-    kinds, found = names.kinds_of(prepared.model.config), names.patterned(prepared.model.config)
-    _, seen = prepared.record(*(f"{name.part}.pattern" for name in found))
-    for name in found:
-        keys = prepared.tokens_of("" if name.kind == "self" else "encoder.")
-        queries = keys if name.kind == "encoder" else prepared.tokens
+    kinds, attentions = names.kinds_of(prepared.model.config), names.patterned(prepared.model.config)
+    _, seen = prepared.record(*(f"{name.part}.pattern" for name in attentions))
+    for name in attentions:
+        queries, keys = prepared.queries_and_keys(name.kind)
         allowed = torch.ones(len(queries), len(keys), dtype=torch.bool)
         if name.kind != "cross":
-            spec, tokens = (
-                names.spec_of(prepared.m.config, name.kind),
-                tokens_from(1, len(keys), allowed.device),
-            )
+            spec = names.spec_of(prepared.m.config, name.kind)
             kind = kinds[name] if kinds[name].chooses else FULL
-            tokens = kind.describe(tokens, spec.causal, prepared.main, None)
+            own = tokens_from(1, len(keys), allowed.device)
+            tokens = kind.describe(own, spec.causal, prepared.main, None)
             mask, causal = compose(tokens, tokens, causal=spec.causal, kind=kind)
             whole = allowed.tril() if causal else allowed
             allowed = whole if mask is None else mask[0, 0]
@@ -96,34 +93,34 @@ def targets(sample: AttentionSample, counts: Counter[int], one_vocabulary: bool)
     cross = sample.name.kind == "cross"
     query, key = torch.arange(len(queries))[:, None], torch.arange(len(keys))[None]
     other = torch.full((len(queries), len(keys)), True) if cross else query != key
-    found = {"first": (key == 0) & other}
+    keys_of = {"first": (key == 0) & other}
     if not cross:
-        found |= {
+        keys_of |= {
             "previous": key == query - 1,
             "next": key == query + 1,
             "itself": key == query,
             "local": _near(queries),
         }
     if not keys.ids:
-        return found
+        return keys_of
     plain = ~torch.tensor(queries.special)[:, None]
-    found["separator"] = torch.tensor(keys.special)[None] & (key > 0) & plain & other
+    keys_of["separator"] = torch.tensor(keys.special)[None] & (key > 0) & plain & other
     if one_vocabulary or not cross:
-        found["same"] = (torch.tensor(queries.ids)[:, None] == torch.tensor(keys.ids)[None]) & other & plain
+        keys_of["same"] = (torch.tensor(queries.ids)[:, None] == torch.tensor(keys.ids)[None]) & other & plain
     # Of equally rare tokens the one with the highest id, as vocabularies list frequent tokens first.
     text = [place for place, mark in enumerate(keys.special) if not mark]
     if text:
         rarest = min(text, key=lambda place: (counts[keys.ids[place]], -keys.ids[place]))
-        found["rare"] = (key == rarest) & other
-    return found
+        keys_of["rare"] = (key == rarest) & other
+    return keys_of
 
 
 def _near(tokens: inputs.InputTokens) -> Tensor:
     """Return the keys near each query, [T, T]; of patches those near in both directions."""
-    places: list[Any] = [(place, 0) for place in range(len(tokens))]
+    corners: list[Any] = [(place, 0) for place in range(len(tokens))]
     if not tokens.ids:
-        places = [name.split(",") if "," in name else (-9 * LOCAL, 0) for name in tokens.labels]
-    where = torch.tensor([[float(row), float(column)] for row, column in places])
+        corners = [name.split(",") if "," in name else (-9 * LOCAL, 0) for name in tokens.labels]
+    where = torch.tensor([[float(row), float(column)] for row, column in corners])
     return torch.cdist(where, where, p=float("inf")) <= LOCAL
 
 
@@ -252,7 +249,7 @@ def repeated_rows(m: Model, seed: int) -> Iterator[tuple[inputs.Prepared, dict[s
 
 
 def _frame(m: Model) -> tuple[list[int], list[int]]:
-    """Return what the tokenizer puts before a text and behind it."""
+    """Return what the tokenizer puts before a text and after it."""
     if m.tokenizer is None:
         return [], []
     encoding = m.framed("a")
@@ -265,10 +262,7 @@ def _frame(m: Model) -> tuple[list[int], list[int]]:
 @cache
 def library_sentences() -> tuple[str, ...]:
     """Return English sentences that every machine has: from the docstrings of Python's standard library."""
-    return tuple(_sentences())
-
-
-def _sentences() -> Iterator[str]:
+    library: list[str] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         try:
             text = path.read_text(encoding="utf-8") if path.stat().st_size < SMALL else ""
@@ -276,7 +270,8 @@ def _sentences() -> Iterator[str]:
         except (SyntaxError, ValueError, OSError):
             continue
         sentences = re.findall(r"(?<![^\s])[A-Z][a-z ][^.:;`*_<>|\n]*(?:\n[^.:;`*_<>|\n]+)*\.(?=\s|$)", words)
-        yield from [" ".join(sentence.split()) for sentence in sentences if 50 <= len(sentence) <= 200][:2]
+        library += [" ".join(sentence.split()) for sentence in sentences if 50 <= len(sentence) <= 200][:2]
+    return tuple(library)
 
 
 # The roles of every head ------------------------------------------------------------------------------------
@@ -291,6 +286,8 @@ EVEN = 0.9  # of the largest entropy: from here on a head is uniform
 class HeadRoles(results.Result):
     """The scores of every head; N heads."""
 
+    json_names = ("texts", "tokens", "table as heads")
+
     heads: tuple[AttentionHead, ...]
     scores: dict[str, results.Floats]  # by role: [N], from 0 to 1; NaN where the role cannot be
     baselines: dict[str, results.Floats]  # by role: [N], what a uniform head would score
@@ -301,10 +298,7 @@ class HeadRoles(results.Result):
 
     def lift(self, role: str) -> results.Floats:
         """Return how far each head is from uniform, [N]: 0 uniform, 1 all attention on the role's keys."""
-        refuse(
-            role not in self.scores,
-            f'there is no role "{role}"{nearest(role, self.scores)}: roles are {", ".join(self.scores)}',
-        )
+        refuse_unknown("role", role, self.scores)
         score, baseline = self.scores[role], self.baselines[role]
         if role == "uniform":
             return score
@@ -337,10 +331,7 @@ class HeadRoles(results.Result):
     def role(self, head: str | AttentionHead) -> str:
         """Return what one head does."""
         names = {str(head_name): role for head_name, role in zip(self.heads, self.roles)}
-        refuse(
-            str(head) not in names,
-            f'there is no head "{head}"{nearest(str(head), names)}: heads are called layer.head',
-        )
+        refuse_unknown("head", str(head), names)
         return names[str(head)]
 
     def grid(self, role: str, kind: str = "self") -> results.Floats:
@@ -355,24 +346,19 @@ class HeadRoles(results.Result):
         layers = [[score for _, score in layer] for _, layer in groupby(own, key=lambda pair: pair[0])]
         return results.filled(layers).astype(np.float32)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values: a row for each head; a score that cannot be is null."""
-
-        def number(value: Any) -> float | None:
-            return None if np.isnan(value) else round(float(value), 6)
-
-        table = [
+    def table(self) -> list[dict[str, Any]]:
+        """Return a row for each head; a score that cannot be is NaN."""
+        return [
             {
                 "head": str(head),
                 "role": self.roles[at],
-                "scores": {role: number(self.scores[role][at]) for role in ROLES},
-                "baselines": {role: number(self.baselines[role][at]) for role in ROLES},
-                "entropy": number(self.entropy[at]),
+                "scores": {role: round(float(self.scores[role][at]), 6) for role in ROLES},
+                "baselines": {role: round(float(self.baselines[role][at]), 6) for role in ROLES},
+                "entropy": round(float(self.entropy[at]), 6),
                 "distance": self.distances[at],
             }
             for at, head in enumerate(self.heads)
         ]
-        return {"texts": self.texts, "tokens": self.tokens, "heads": table}
 
 
 def head_roles(m: inputs.AnyModel, texts: Sequence[Any] | None = None, seed: int = 0) -> HeadRoles:
@@ -385,12 +371,14 @@ def head_roles(m: inputs.AnyModel, texts: Sequence[Any] | None = None, seed: int
         seed: of what is random: those rows, and the repeated sequences that show induction.
     """
     m = inputs.as_model(m)
-    config, given = m.config, rows(m, texts, seed)
-    every = [tokens for row in given for tokens in (row.tokens, row.source_tokens) if tokens is not None]
+    config, prepared_rows = m.config, rows(m, texts, seed)
+    every = [
+        tokens for row in prepared_rows for tokens in (row.tokens, row.source_tokens) if tokens is not None
+    ]
     counts = Counter(token for tokens in every for token in tokens.ids)
     one_vocabulary = config.source_vocab_size in (None, config.vocab_size) and config.share_embeddings
     tallies = {name: Tally(name.n_heads, max(map(len, every))) for name in patterned(config)}
-    for row in given:
+    for row in prepared_rows:
         for sample in samples(row):
             tally = tallies[sample.name]
             for role, keys in targets(sample, counts, one_vocabulary).items():
@@ -417,8 +405,8 @@ def head_roles(m: inputs.AnyModel, texts: Sequence[Any] | None = None, seed: int
         baselines={role: tables[role][1] for role in ROLES},
         entropy=tables["entropy"][0],
         distances=tuple(distances.tolist()),
-        texts=len(given),
-        tokens=sum(len(row.tokens) for row in given),
+        texts=len(prepared_rows),
+        tokens=sum(len(row.tokens) for row in prepared_rows),
     )
 
 

@@ -4,10 +4,10 @@
     prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; else the model writes its own target
     prepared = prepare(m, "photo.png")                   # patches of an image: a path, an array or pixels
     prepared = prepare(m, "clip.wav")                    # the first window of a sound, and its transcript
-    prepared = prepare_any(m, frames, target, None)      # also vectors and frames, which have no text
+    prepared = prepare(m, frames, target, numbers=True)  # also vectors and frames, which have no text
     output, seen = prepared.record("blocks.*.attention.pattern")
-    prepared = cached_pass(prepared)                     # one forward pass for all that is asked of it
-    paths(m, prepared), lens(m, prepared, columns=[4]), maps_of(prepared)
+    prepared = cached_pass(prepared)                     # one forward pass for several analyses
+    paths(m, prepared), lens(m, prepared, columns=[4]), attention(m, prepared)
 
 A cached pass keeps its activations. Gradients run one pass more, whose graph is kept too. Edits and traces
 still run the model: they need more than its activations.
@@ -20,28 +20,29 @@ Shapes: B batch (one row), T tokens of the stack that feeds the head, S tokens o
 C columns, N choices, D model.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.taps import Recording, edit, matching, record, tap_names
-from clearhead.core.transformer import Output, Transformer, evaluating
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.core.transformer import Output, Transformer
+from clearhead.errors import InputError, refuse, refuse_unknown
 from clearhead.hub import preprocessor, tokenizer
 from clearhead.hub.tokens.text import label, labels, visible
-from clearhead.inside.names import kinds_of
-from clearhead.learn.batches.padding import padded, real_tokens
-from clearhead.learn.data.treebank import Span
+from clearhead.inside.names import patterned
+from clearhead.learn.batches.ragged import padded, real_tokens
+from clearhead.learn.data.conll import Span
 from clearhead.learn.tasks.speech import first_window
 from clearhead.run.api import Model
+from clearhead.variants.contexts import Recording, edit, evaluating, matching, record, tap_names
 
 AnyModel = Model | Transformer
 Given = str | Sequence[int] | Tensor | preprocessor.Image
@@ -55,17 +56,23 @@ class InputTokens:
 
     labels: tuple[str, ...]  # as people read them; patches are called "row,column"
     ids: tuple[int, ...] = ()  # none for an image
-    # Characters of `text` behind each token, (0, 0): none; () where ids were given.
+    # Characters of `text` that each token covers, (0, 0): none; () where ids were given.
     spans: tuple[Span, ...] = ()
     text: str = ""
     special: tuple[bool, ...] = ()  # put there by the tokenizer, not by the text
+
+    @classmethod
+    def of(cls, m: Model, ids: Iterable[int], **more: Any) -> Self:
+        """Return the tokens of some ids; `more` are other fields."""
+        ids = list(ids)
+        return cls(labels(m.tokenizer, ids), tuple(ids), **more)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     @property
     def text_spans(self) -> list[Span]:
-        """The characters behind each token of the text itself; (0, 0) for special tokens."""
+        """The characters of each token of the text itself; (0, 0) for special tokens."""
         return [(0, 0) if special else span for span, special in zip(self.spans, self.special)]
 
 
@@ -86,10 +93,10 @@ class Prepared:
         return self.m.model
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The other arguments of the model, next to `main`."""
-        more = {"source": self.source, "types": self.types}
-        return {name: value for name, value in more.items() if value is not None}
+    def arguments(self) -> dict[str, Tensor]:
+        """What the model is called with."""
+        arguments = {"ids": self.main, "source": self.source, "types": self.types}
+        return {name: x for name, x in arguments.items() if x is not None}
 
     @property
     def first_tokens(self) -> InputTokens:
@@ -100,10 +107,15 @@ class Prepared:
         """Return the tokens of a stack by the prefix of its activations: "encoder." or ""."""
         return self.first_tokens if stack else self.tokens
 
+    def queries_and_keys(self, kind: str) -> tuple[InputTokens, InputTokens]:
+        """Return the tokens that the queries and the keys of a kind of attention are of."""
+        queries = self.first_tokens if kind == "encoder" else self.tokens
+        return queries, self.tokens if kind == "self" else self.first_tokens
+
     def run(self, **options: Any) -> Output:
         """Run one forward pass without dropout; gradients follow torch's own switch."""
         with evaluating(self.model):
-            output: Output = self.model(self.main, **self.given, **options)
+            output: Output = self.model(**self.arguments, **options)
             return output
 
     def record(self, *patterns: str, logits: Literal["all", "none"] = "all") -> tuple[Output, Recording]:
@@ -154,14 +166,13 @@ def run_with_cache(
         given: a text or its token ids, as one row; several texts or rows of ids, which are padded at the
             right; ids [B, T]; or what else the model reads, such as an image.
         names: of activations, `*` for anything; see `tap_names`.
-        target: what the decoder of an encoder-decoder has written; None: what it writes greedily by itself.
-        pair: the second text of a pair, for an encoder.
+        target, pair: as for `prepare`.
     """
     m, patterns = as_model(m), (names,) if isinstance(names, str) else tuple(names)
     several = isinstance(given, Tensor) and given.ndim == 2 and len(given) != 1
     several |= isinstance(given, list | tuple) and len(given) > 0 and not isinstance(given[0], int)
     if not several or m.config.input != "tokens":
-        return prepare_any(m, given, target, pair).record(*patterns)
+        return prepare(m, given, target, pair, numbers=True).record(*patterns)
     refuse(
         len(m.config.stacks) == 2 or pair is not None,
         "several rows are for a model of one stack, without a pair: call the model itself within ch.record",
@@ -174,76 +185,54 @@ def run_with_cache(
         return m.model(ids, mask), seen
 
 
-def device_of(model: Transformer) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
     """Return the device of a model's weights."""
     return next(model.parameters()).device
 
 
-def prepare(m: AnyModel, given: Given | Prepared, target: Target = None, pair: str | None = None) -> Prepared:
+def prepare(
+    m: AnyModel,
+    given: Given | Prepared | Any,
+    target: Target = None,
+    pair: str | None = None,
+    *,
+    numbers: bool = False,
+) -> Prepared:
     """Return inputs of one row; those that are prepared already stay what they are.
 
     Args:
         m: what `load` gave, or a bare model, which takes ids or pixels.
-        given: text or token ids; for a model of patches an image. The encoder reads it where there are two
-            stacks.
+        given: text or token ids; for a model of patches an image, for a model of speech a sound. The encoder
+            reads it where there are two stacks.
         target: what the decoder of two stacks has written so far; None: what it writes greedily by itself.
         pair: the second text of a pair, for an encoder.
+        numbers: take vectors, frames, and images that a decoder describes, too; their tokens are numbered.
     """
     if isinstance(given, Prepared):
         return given
     m = as_model(m)
-    device = device_of(m.model)
-    first, both = m.config.stacks[0], len(m.config.stacks) == 2
+    kind, both = m.config.stacks[0].input, len(m.config.stacks) == 2
     refuse(
         target is not None and not both, "target is for a model with an encoder and a decoder: leave it out"
     )
-    if first.input == "patches":
-        refuse(
-            both, "an image encoder that feeds a decoder cannot be looked into yet: give a model of one stack"
-        )
+    refuse(
+        pair is not None and (kind != "tokens" or not isinstance(given, str) or (both and numbers)),
+        "pair is the second text of two, for a model of one stack that reads text: leave it out",
+    )
+    if kind == "tokens":
+        return _prepare_text(m, given, target, pair)
+    if kind == "patches" and not both:
         names = patch_names(m.config)
         tokens = InputTokens(names, special=tuple(name == "[CLS]" for name in names))
         return Prepared(m, _pixels(m, given), tokens)
-    if first.input == "frames" and both:
+    is_sound = isinstance(given, str | Path | BytesIO) or getattr(given, "ndim", 2) == 1
+    if kind == "frames" and both and (is_sound or not numbers):
         return _sound(m, given, target)
     refuse(
-        first.input != "tokens",
-        f"this model reads {first.input}, which have no tokens to show: "
-        "looking inside takes a model of text or images",
+        not numbers,
+        f"this model reads {kind}{' for a decoder' if both else ''}, which have no tokens to show: "
+        "looking inside takes a model of text, or of images and one stack",
     )
-    tokens, types = _text(m, given, pair)
-    refuse(not tokens.ids, "the text is empty: give at least one token")
-    ids = torch.tensor([tokens.ids], device=device)
-    if not both:
-        segments = torch.tensor([types], device=device) if m.config.n_types > 1 and types else None
-        return Prepared(m, ids, tokens, types=segments)
-    written = _target(m, tokens, target)
-    return Prepared(m, torch.tensor([written.ids], device=device), written, ids, tokens)
-
-
-def prepare_first(m: Model, given: Given, pair: str | None = None) -> Prepared:
-    """Return inputs for the first stack; the decoder after an encoder reads its start alone."""
-    return prepare(m, given, m.start_ids or None, pair)
-
-
-def prepare_any(m: Model, given: Any, target: Target, pair: str | None) -> Prepared:
-    """Return inputs of one row for any model: also vectors, frames, and images that a decoder describes."""
-    if isinstance(given, Prepared):
-        return given
-    kind, both = m.config.input, len(m.config.stacks) == 2
-    if kind == "tokens" or (kind == "patches" and not both):
-        if isinstance(given, Tensor) and kind == "tokens" and given.ndim == 2 and given.shape[0] == 1:
-            given = given[0]
-        refuse(
-            pair is not None and (kind != "tokens" or both or not isinstance(given, str)),
-            "pair is the second text of two, for a model of one stack that reads text: leave it out",
-        )
-        return prepare(m, given, target, pair)
-    refuse(pair is not None, f"pair is for text, and this model reads {kind}: leave it out")
-    heard = isinstance(given, str | Path | BytesIO) or getattr(given, "ndim", 2) == 1
-    if kind == "frames" and both and heard:
-        return _sound(m, given, target)
-    refuse(target is not None and not both, f"target is for text, and this model reads {kind}: leave it out")
     rows = _pixels(m, given) if kind == "patches" else _vectors(m, given)
     numbered = InputTokens(tuple(map(str, range(m.config.stacks[0].n_tokens(rows.shape[1])))))
     if not both:
@@ -253,8 +242,36 @@ def prepare_any(m: Model, given: Any, target: Target, pair: str | None) -> Prepa
         f"the encoder reads {kind}: give target, what the decoder has written so far, as text or ids",
     )
     ids = [*m.start_ids, *m.prompt_ids(target)] if isinstance(target, str) else list(target or ())
-    written = InputTokens(labels(m.tokenizer, ids), tuple(ids))
-    return Prepared(m, torch.tensor([ids], device=rows.device), written, rows, numbered)
+    return Prepared(m, torch.tensor([ids], device=rows.device), InputTokens.of(m, ids), rows, numbered)
+
+
+def prepare_first(m: Model, given: Given, pair: str | None = None) -> Prepared:
+    """Return inputs for the first stack; the decoder after an encoder reads its start alone."""
+    return prepare(m, given, m.start_ids or None, pair)
+
+
+def _prepare_text(m: Model, given: Any, target: Target, pair: str | None) -> Prepared:
+    """Return a text or its ids as the model reads them, and what the decoder of two stacks has written."""
+    if isinstance(given, Tensor) and given.ndim == 2 and len(given) == 1:
+        given = given[0]
+    tokens, types = _text(m, given, pair)
+    refuse(not tokens.ids, "the text is empty: give at least one token")
+    device = device_of(m.model)
+    ids = torch.tensor([tokens.ids], device=device)
+    if len(m.config.stacks) == 1:
+        segments = torch.tensor([types], device=device) if m.config.n_types > 1 and types else None
+        return Prepared(m, ids, tokens, types=segments)
+    start = m.start_ids
+    if target is None:
+        most = max(1, min(LONGEST_ANSWER, m.config.max_positions - len(start)))
+        generation: Any = m.generate(list(tokens.ids), most, num_beams=1)
+        written = InputTokens.of(m, [*start[:1], *generation.ids])
+    elif isinstance(target, str):
+        own = (token for token in m.prompt_ids(target) if token not in (*m.stops, *start))
+        written = InputTokens.of(m, [*start, *own], text=target)
+    else:
+        written = InputTokens.of(m, target)
+    return Prepared(m, torch.tensor([written.ids], device=device), written, ids, tokens)
 
 
 def _sound(m: Model, given: Any, target: Target) -> Prepared:
@@ -263,13 +280,14 @@ def _sound(m: Model, given: Any, target: Target) -> Prepared:
     if isinstance(target, str):
         written = m.text_tokenizer.encode(target, add_special_tokens=False).ids
     ids = [*start, *written] if target is None or isinstance(target, str) else list(target)
-    places = range(m.config.stacks[0].n_tokens(frames.shape[1]))
-    times = InputTokens(tuple(f"{place * seconds:.2f} s" for place in places), special=(False,) * len(places))
+    positions = range(m.config.stacks[0].n_tokens(frames.shape[1]))
+    times = InputTokens(
+        tuple(f"{place * seconds:.2f} s" for place in positions), special=(False,) * len(positions)
+    )
     special = {
         number for number, token in m.text_tokenizer.get_added_tokens_decoder().items() if token.special
     }
-    marked = tuple(token in special for token in ids)
-    tokens = InputTokens(labels(m.tokenizer, ids), tuple(ids), special=marked)
+    tokens = InputTokens.of(m, ids, special=tuple(token in special for token in ids))
     return Prepared(m, torch.tensor([ids], device=frames.device), tokens, frames, times)
 
 
@@ -293,8 +311,7 @@ def _vectors(m: Model, given: Any) -> Tensor:
 def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int]]:
     """Return the tokens of a text, as the model reads texts, and their segments."""
     if not isinstance(given, str):
-        ids = m.prompt_ids(given)
-        return InputTokens(labels(m.tokenizer, ids), tuple(ids)), []
+        return InputTokens.of(m, m.prompt_ids(given)), []
     goes_on = m.config.family == "decoder" and pair is None
     encoding = tokenizer.framed(m.text_tokenizer, m.max_length, given) if goes_on else m.framed(given, pair)
     ids = list(encoding.ids)
@@ -304,21 +321,7 @@ def _text(m: Model, given: Any, pair: str | None) -> tuple[InputTokens, list[int
     spans: tuple[Span, ...] = (*encoding.offsets, *((0, 0) for _ in begun))[: len(ids)]
     special = (*map(bool, encoding.special_tokens_mask), *begun)[: len(ids)]
     types = [*encoding.type_ids, *(0 for _ in begun)][: len(ids)]
-    return InputTokens(labels(m.tokenizer, ids), tuple(ids), spans, given, special), types
-
-
-def _target(m: Model, source: InputTokens, target: Target) -> InputTokens:
-    """Return what the decoder reads: its start, and what it has written."""
-    start = m.start_ids
-    if target is None:
-        most = max(1, min(LONGEST_ANSWER, m.config.max_positions - len(start)))
-        generation: Any = m.generate(list(source.ids), most, num_beams=1)
-        ids = [*start[:1], *generation.ids]
-    elif isinstance(target, str):
-        ids = [*start, *(token for token in m.prompt_ids(target) if token not in (*m.stops, *start))]
-    else:
-        ids = list(target)
-    return InputTokens(labels(m.tokenizer, ids), tuple(ids), text=target if isinstance(target, str) else "")
+    return InputTokens.of(m, ids, spans=spans, text=given, special=special), types
 
 
 def _pixels(m: Model, given: Any) -> Tensor:
@@ -400,13 +403,10 @@ class CachedPass(Prepared):
 
     @property
     def _pattern_numbers(self) -> int:
-        cells = {
-            attention: len(self.tokens_of("encoder." if attention.kind == "encoder" else ""))
-            * len(self.tokens_of("" if attention.kind == "self" else "encoder."))
-            for attention, kind in kinds_of(self.model.config).items()
-            if kind.patterned
-        }
-        return sum(attention.n_heads * count for attention, count in cells.items())
+        return sum(
+            attention.n_heads * math.prod(map(len, self.queries_and_keys(attention.kind)))
+            for attention in patterned(self.model.config, required=False)
+        )
 
     def forget(self) -> None:
         """Free what was recorded; the next question runs the model again."""
@@ -483,46 +483,9 @@ class Choices:
 
     def find(self, wanted: str | int) -> int:
         """Return the number of a choice, given its name or its number."""
-        if isinstance(wanted, str):
-            wanted = self._token(wanted) if self.kind == "token" else self._named(wanted)
-        refuse(
-            not 0 <= wanted < self.count,
-            f"there is no {self.kind} {wanted}: they go from 0 to {self.count - 1}",
-        )
-        return wanted
-
-    def _named(self, wanted: str) -> int:
-        """Return a class or a position by its name, or by its number written out."""
-        names = self.names
-        if wanted in names:
-            return names.index(wanted)
-        if wanted.lstrip("-").isdecimal():
-            return int(wanted)
-        some = ", ".join(names if len(names) <= 12 else (*names[:12], "..."))
-        raise InputError(f'there is no {self.kind} "{wanted}"{nearest(wanted, names)}: choose from {some}')
-
-    def _token(self, wanted: str) -> int:
-        """Return a token by its own writing, its label (· is a space), its number, or a text that it is."""
-        tokenizer = self.prepared.m.tokenizer
-        if tokenizer is None:
-            refuse(
-                not wanted.lstrip("-").isdecimal(),
-                f'"{wanted}" is not a token id, and this model has no tokenizer: give a number',
-            )
-            return int(wanted)
-        found = tokenizer.token_to_id(wanted)
-        if found is None:
-            shown = visible(wanted)
-            found = next((token for token in range(self.count) if label(tokenizer, token) == shown), None)
-        if found is not None or wanted.isdecimal():
-            return int(wanted if found is None else found)
-        pieces = tokenizer.encode(wanted, add_special_tokens=False).ids
-        listed = ", ".join(label(tokenizer, piece) for piece in pieces) or "none"
-        refuse(
-            len(pieces) != 1,
-            f'"{wanted}" is {len(pieces)} tokens ({listed}): name one token of the vocabulary',
-        )
-        return int(pieces[0])
+        if self.kind == "token":
+            return find_token(self.prepared.m, wanted)
+        return find_name(wanted, self.names, self.kind)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return what the head says as a table for each row: [B, ...] -> [B, C, N]."""
@@ -549,6 +512,44 @@ def choices_of(prepared: Prepared) -> Choices:
     whole = ("whole image" if prepared.main.is_floating_point() else "whole text",)
     columns = {"classifier": whole, "span": ("begins", "ends")}.get(head, prepared.tokens.labels)
     return Choices(prepared, KINDS[head], columns)
+
+
+def find_name(wanted: str | int, names: Sequence[str], kind: str) -> int:
+    """Return the number of a class or a position, given its name or its number, perhaps written out."""
+    if wanted in names:
+        return names.index(str(wanted))
+    if isinstance(wanted, str) and not wanted.lstrip("-").isdecimal():
+        refuse_unknown(kind, wanted, names)
+    number, last = int(wanted), len(names) - 1
+    refuse(not 0 <= number <= last, f"there is no {kind} {wanted}: they go from 0 to {last}")
+    return number
+
+
+def find_token(m: Model, wanted: str | int) -> int:
+    """Return a token of the vocabulary.
+
+    `wanted` is its number, its own writing, its label (· is a space), or a text that it is, perhaps after a
+    space.
+    """
+    size, tokenizer = m.config.vocab_size, m.tokenizer
+    if isinstance(wanted, str) and tokenizer is not None:
+        number: int | None = tokenizer.token_to_id(wanted)
+        if number is None:
+            shown = visible(wanted)
+            number = next((token for token in range(size) if label(tokenizer, token) == shown), None)
+        if number is not None:
+            return number
+    if isinstance(wanted, int) or wanted.lstrip("-").isdecimal():
+        number = int(wanted)
+        refuse(not 0 <= number < size, f"there is no token {wanted}: ids go from 0 to {size - 1}")
+        return number
+    if tokenizer is None:
+        raise InputError(f'"{wanted}" is not a token id, and this model has no tokenizer: give a number')
+    whole, spaced = (tokenizer.encode(text, add_special_tokens=False).ids for text in (wanted, " " + wanted))
+    known = [ids[0] for ids in (whole, spaced) if len(ids) == 1 and ids[0] != m.special.get("unk")]
+    listed = ", ".join(labels(tokenizer, whole[:8])) or "none"
+    refuse(not known, f'"{wanted}" is {len(whole)} tokens ({listed}): name one token of the vocabulary')
+    return int(known[0])
 
 
 def find_column(position: int, columns: Sequence[str]) -> int:

@@ -31,13 +31,14 @@ from torch import Tensor, nn
 
 from clearhead.core import dtypes
 from clearhead.core.heads import LanguageHead
-from clearhead.core.transformer import Transformer, evaluating
+from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.inputs import CachedPass, Choices, choices_of, find_column
 from clearhead.inside.logit_attribution import LogitQuery, Term, parts_of, terms_of
 from clearhead.run.generate.exits import stop_at
 from clearhead.run.kernels.parts import like
+from clearhead.variants.contexts import evaluating
 
 TOGETHER = 32  # columns of which all layers are read at once
 ROWS = 64  # columns whose probabilities over all choices are held at a time
@@ -89,22 +90,22 @@ def lens(
     shares = final.exp()
     read = []
     for scores in layers:
-        pieces = zip(*(torch.split(x, ROWS) for x in (scores, final, shares, chosen, true)))
-        read += [_measure(min(top, choices.count), *piece) for piece in pieces]
+        chunks = zip(*(torch.split(x, ROWS) for x in (scores, final, shares, chosen, true)))
+        read += [_measure(min(top, choices.count), *chunk) for chunk in chunks]
     whole = {name: torch.cat([each[name] for each in read]).cpu() for name in read[0]}
-    found = {name: x.view(len(layers), len(last), *x.shape[1:]) for name, x in whole.items()}
+    figures = {name: x.view(len(layers), len(last), *x.shape[1:]) for name, x in whole.items()}
     return Lens(
         layers=("embedding", *(f"block {layer}" for layer in range(len(layers) - 1))),
         columns=tuple(choices.columns[column] for column in some),
         kind=choices.kind,
         top_names=tuple(
-            tuple(tuple(map(choices.name, row)) for row in layer) for layer in found["top"].tolist()
+            tuple(tuple(map(choices.name, row)) for row in layer) for layer in figures["top"].tolist()
         ),
         chosen=chosen.cpu(),
         chosen_names=tuple(map(choices.name, chosen.tolist())),
         true=true.cpu(),
         true_names=tuple(choices.name(token) if token >= 0 else None for token in true.tolist()),
-        **found,
+        **figures,
     )
 
 
@@ -162,7 +163,7 @@ def followed(
 def _log_sums(prepared: inputs.Prepared, choices: Choices, some: list[int]) -> Tensor:
     """Return the logarithm of the sum over all choices, [L + 1, C].
 
-    It is kept beside a pass that is recorded once: another choice then costs no product with the vocabulary.
+    It is kept with a cached pass: another choice then costs no matmul with the vocabulary.
     """
     kept = prepared.log_sums if isinstance(prepared, CachedPass) else dict[int, Tensor]()
     missing = [column for column in some if column not in kept]
@@ -214,7 +215,7 @@ def _measure(
     logs = _log_shares(scores)  # C N
     best = scores.topk(top, -1).indices
     divergence = torch.linalg.vecdot(shares, final - logs).clamp(min=0)
-    found = {
+    figures = {
         "top": best,
         "top_probabilities": logs.gather(-1, best).exp().float(),
         "entropy": (-torch.linalg.vecdot(logs.exp(), logs) / math.log(2)).float(),
@@ -224,9 +225,9 @@ def _measure(
         place, known = wanted.clamp(min=0)[:, None], wanted >= 0
         probability = logs.gather(-1, place)[:, 0].exp()
         rank = 1 + (scores > scores.gather(-1, place)).sum(-1)
-        found[f"{name}_probabilities"] = torch.where(known, probability, math.nan).float()
-        found[f"{name}_ranks"] = torch.where(known, rank, 0)
-    return found
+        figures[f"{name}_probabilities"] = torch.where(known, probability, math.nan).float()
+        figures[f"{name}_ranks"] = torch.where(known, rank, 0)
+    return figures
 
 
 # Direct contributions ---------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ class Contributions(results.Result):
     against: str | None  # less whose logit
     terms: tuple[Term, ...]  # in the order of the forward pass
     logit: float  # what the model says; before the soft cap where it has one
-    capped: float | None  # what it says behind that cap
+    capped: float | None  # what it says after that cap
     total: float  # the sum of all terms: `logit`, except for rounding
 
     def largest(self, count: int) -> list[Term]:
@@ -265,20 +266,17 @@ def contributions(
     against: str | int | None = None,
     pair: str | None = None,
 ) -> Contributions:
-    """Return what each part adds to one logit; see `prepare` for what may be given.
+    """Return what each part adds to one logit.
 
     Args:
-        m: what `load` gave, or a bare model.
-        given: text, token ids, or an image.
+        m, given, target, pair: as for `prepare`.
         token: whose logit: a token, by its text or id; a class, for a classifier or tagger; a place,
             "4:token", for spans. None: what the model says there.
         position: of the token that reads; -1 is the last. For spans 0 is where one begins, 1 where it ends.
-        target: what the decoder of an encoder-decoder has written.
         against: subtract the logit of this one.
-        pair: the second text of a pair.
     """
     query = LogitQuery.of(m, given, token, position, target, against, pair)
-    terms = terms_of(query, parts_of(query)[0])
+    terms = terms_of(query, parts_of(query))
     return Contributions(
         columns=query.choices.columns,
         column=query.column,

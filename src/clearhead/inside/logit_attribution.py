@@ -15,7 +15,7 @@ feed-forward. All in float64.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from clearhead.core import masks
 from clearhead.core.attention import Attention
 from clearhead.core.dtypes import precise, wide
-from clearhead.core.heads import ClassifierHead, Head, LanguageHead, PooledHead, TokenHead
+from clearhead.core.heads import Head, LanguageHead
 from clearhead.core.norms import LayerNorm, RMSNorm
-from clearhead.core.taps import Recording, tap_names
-from clearhead.core.transformer import Output, evaluating
+from clearhead.core.transformer import Output
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.inputs import Choices, choices_of, find_column
 from clearhead.run.quant.layers import weight_of
+from clearhead.variants.contexts import Recording, evaluating, tap_names
+from clearhead.variants.heads import ClassifierHead, PooledHead, TokenHead
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class FrozenNorm:
         return (x - x.mean(-1, keepdim=True) if self.centred else x) / self.size * self.scale + self.bias
 
     def back(self, direction: Tensor) -> Tensor:
-        """Return the direction before the norm from the one behind it: [R, D] -> [R, D]."""
+        """Return the direction before the norm from the one after it: [R, D] -> [R, D]."""
         before = direction * self.scale / self.size
         return before - before.mean(-1, keepdim=True) if self.centred else before
 
@@ -90,10 +91,12 @@ def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int
     actual state; what that leaves over is in `transform`.
     """
     assert isinstance(head, ClassifierHead | TokenHead | LanguageHead)
-    _check_straight(head)
     direction, bias = _difference(head.out, choice, against)
     if isinstance(head, ClassifierHead):
-        return _from_pool(head, hidden, direction, bias)
+        every = list(range(len(hidden)))
+        rows = {"cls": every[:1], "last": every[-1:]}.get(head.pooling or "mean", every)
+        direction, transform = _through_pooler(head, hidden[rows].mean(0), direction)
+        return LinearReadout(torch.tensor(rows), direction.expand(len(rows), -1) / len(rows), transform, bias)
     transform = 0.0
     if isinstance(head, TokenHead):
         direction, transform = _through_pooler(head, hidden[column], direction)
@@ -105,7 +108,6 @@ def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int
 def read_span(head: Head, column: int, place: int, against: int | None) -> LinearReadout:
     """Return the same for a span, where a choice is a token: its score, perhaps less another token's."""
     assert isinstance(head, TokenHead)
-    _check_straight(head)
     refuse(
         head.pooler is not None,
         "a pooler bends the states of a span before they are scored: ask about a model without it",
@@ -116,14 +118,6 @@ def read_span(head: Head, column: int, place: int, against: int | None) -> Linea
     return LinearReadout(torch.tensor([place, against]), torch.stack([direction, -direction]))
 
 
-def _check_straight(head: Head) -> None:
-    refuse(
-        isinstance(head, TokenHead) and head.up is not None,
-        "head_layer stands between the states and their scores, which are no sum of parts: "
-        "ask about a model without it",
-    )
-
-
 def exact(x: Tensor) -> Tensor:
     """Return a tensor in float64, on the CPU, without gradients."""
     return precise(x.detach()).cpu()
@@ -131,12 +125,8 @@ def exact(x: Tensor) -> Tensor:
 
 def through_linear(layer: nn.Linear, direction: Tensor) -> tuple[Tensor, float]:
     """Return the direction before a linear layer, and what its bias adds: [..., D]."""
-    return direction @ exact(layer.weight), bias_term(layer.bias, direction)
-
-
-def bias_term(bias: Tensor | None, direction: Tensor) -> float:
-    """Return what the bias of a linear layer adds along a direction [..., D]."""
-    return 0.0 if bias is None else float((direction @ exact(bias)).sum())
+    bias = 0.0 if layer.bias is None else float((direction @ exact(layer.bias)).sum())
+    return direction @ exact(layer.weight), bias
 
 
 def _difference(out: nn.Linear, choice: int, against: int | None) -> tuple[Tensor, float]:
@@ -148,7 +138,7 @@ def _difference(out: nn.Linear, choice: int, against: int | None) -> tuple[Tenso
 
 
 def _through_transform(head: LanguageHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:
-    """Return the direction before the head's dense layer, and what stays behind: hidden state [D]."""
+    """Return the direction before the head's dense layer, and what is left over: hidden state [D]."""
     if head.transform is None:
         return direction, 0.0
     shift = left = 0.0
@@ -161,16 +151,8 @@ def _through_transform(head: LanguageHead, state: Tensor, direction: Tensor) -> 
     return direction, shift + left + bias
 
 
-def _from_pool(head: ClassifierHead, hidden: Tensor, direction: Tensor, bias: float) -> LinearReadout:
-    """Return directions at the tokens that are pooled: hidden states [T, D]."""
-    tokens = hidden.shape[0]
-    rows = {"cls": [0], "last": [tokens - 1]}.get(head.pooling or "mean", list(range(tokens)))
-    direction, transform = _through_pooler(head, hidden[rows].mean(0), direction)
-    return LinearReadout(torch.tensor(rows), direction.expand(len(rows), -1) / len(rows), transform, bias)
-
-
 def _through_pooler(head: PooledHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:
-    """Return the direction before the head's dense layer, and what stays behind: a state [D]."""
+    """Return the direction before the head's dense layer, and what is left over: a state [D]."""
     if head.pooler is None:
         return direction, 0.0
     dense, shift = _linear(head.pooler, state), 0.0
@@ -238,20 +220,21 @@ class LogitQuery:
         given: inputs.Given | inputs.Prepared,
         token: str | int | None,
         position: int,
-        target: inputs.Target,
-        against: str | int | None,
-        pair: str | None,
-        *taps: str,
+        target: inputs.Target = None,
+        against: str | int | None = None,
+        pair: str | None = None,
+        taps: Sequence[str] = (),
+        parts: bool = True,
     ) -> "LogitQuery":
-        """Run the model, record what `parts_of` reads and `taps` besides; see `contributions`."""
+        """Run the model and record `taps`, and with `parts` what `parts_of` reads; see `contributions`."""
         prepared = inputs.prepare(m, given, target, pair)
         choices = choices_of(prepared)
         column = find_column(position, choices.columns)
-        routed = ("blocks.*.router", "blocks.*.passed") if prepared.model.config.depth_capacity != 1 else ()
-        output, seen = prepared.record(
-            *("blocks.*.z", "blocks.*.attention.out", "blocks.*.feedforward.out", *routed, *taps),
-            logits="none",
-        )
+        if parts:
+            routed = ("router", "passed") if prepared.model.config.depth_capacity != 1 else ()
+            added = ("z", "attention.out", "feedforward.out", *routed)
+            taps = [*(f"blocks.*.{tap}" for tap in added), *taps]
+        output, seen = prepared.record(*taps, logits="none")
         with torch.no_grad(), evaluating(prepared.model):
             scores = choices.column_scores(output.hidden, column)[0]
         choice = int(scores.argmax()) if token is None else choices.find(token)
@@ -292,6 +275,19 @@ class LogitQuery:
                 self.difference(head(self.output.hidden[:, self.column][:, None], None)[0, 0].double())
             )
 
+    @cached_property
+    def read(self) -> LinearReadout:
+        """How the logit depends on the hidden states."""
+        head = self.prepared.model.head
+        refuse(
+            isinstance(head, TokenHead) and head.up is not None,
+            "head_layer stands between the states and their scores, which are no sum of parts: "
+            "ask about a model without it",
+        )
+        if self.choices.kind == "place":
+            return read_span(head, self.column, self.choice, self.other)
+        return read_back(head, exact(self.output.hidden[0]), self.column, self.choice, self.other)
+
     @property
     def capped(self) -> float | None:
         """The model's logit after its soft cap; None where it has none."""
@@ -308,14 +304,13 @@ class LogitQuery:
         return uncapped
 
 
-def parts_of(query: LogitQuery) -> tuple[list[AddedPart], LinearReadout]:
-    """Return every vector that is added to the stream, in the order of the forward pass, and what reads it.
+def parts_of(query: LogitQuery) -> list[AddedPart]:
+    """Return every vector that is added to the stream, in the order of the forward pass.
 
     The stream is added up again with frozen norms: the logit is linear in each vector that is added, so a
     term is that vector times the logit's gradient with respect to it.
     """
-    prepared, seen, stack = query.prepared, query.seen, query.prepared.model.main
-    read = _readout(query)
+    prepared, seen, stack, read = query.prepared, query.seen, query.prepared.model.main, query.read
     added: list[tuple[tuple[Term, ...], Tensor]] = []  # a vector may be of several terms: the heads of its z
 
     def add(vector: Tensor, *terms: Term) -> Tensor:
@@ -331,8 +326,8 @@ def parts_of(query: LogitQuery) -> tuple[list[AddedPart], LinearReadout]:
     def attended(layer: int, part: str, attention: nn.Module) -> Tensor:
         kind = "self" if part == "attention" else "cross"
         if not isinstance(attention, Attention):  # its heads are gated before they are joined
-            given = exact(seen[f"blocks.{layer}.{part}.out"][0][read.rows])
-            return add(given, Term(f"{part} {layer}", kind, layer=layer))
+            output = exact(seen[f"blocks.{layer}.{part}.out"][0][read.rows])
+            return add(output, Term(f"{part} {layer}", kind, layer=layer))
         heads = names.AttentionName(kind, layer, attention.n_heads).heads
         terms = [Term(str(head), kind, layer=layer, head=head.number) for head in heads]
         z = add(exact(seen[f"blocks.{layer}.{part}.z"][0][:, read.rows]), *terms)  # H R E
@@ -358,8 +353,8 @@ def parts_of(query: LogitQuery) -> tuple[list[AddedPart], LinearReadout]:
             ):
                 if residual is not None:
                     if attention is None:
-                        given = exact(seen[f"blocks.{layer}.feedforward.out"][0][read.rows])
-                        y = add(given, Term(f"feedforward {layer}", "feedforward", layer=layer))
+                        output = exact(seen[f"blocks.{layer}.feedforward.out"][0][read.rows])
+                        y = add(output, Term(f"feedforward {layer}", "feedforward", layer=layer))
                     else:
                         y = attended(layer, part, attention)
                     bias = f"{part} norm bias {layer}"
@@ -370,7 +365,7 @@ def parts_of(query: LogitQuery) -> tuple[list[AddedPart], LinearReadout]:
                     x = normed(residual.after, x + y, bias, layer)
         logit = (normed(stack.norm, x, "final norm bias") * read.directions).sum()
     slopes = torch.autograd.grad(logit, [vector for _, vector in added])
-    return [AddedPart(terms, x.detach(), slope) for (terms, x), slope in zip(added, slopes)], read
+    return [AddedPart(terms, x.detach(), slope) for (terms, x), slope in zip(added, slopes)]
 
 
 def terms_of(query: LogitQuery, parts: Iterable[AddedPart]) -> tuple[Term, ...]:
@@ -380,17 +375,9 @@ def terms_of(query: LogitQuery, parts: Iterable[AddedPart]) -> tuple[Term, ...]:
         each = (part.slope * part.vector).reshape(len(part.terms), -1).sum(1).tolist()
         for term, value in zip(part.terms, each):
             values[term] += value
-    read = _readout(query)
+    read = query.read
     values |= {Term("head transform", "bias"): read.transform, Term("head bias", "bias"): read.bias}
     return tuple(replace(term, value=value) for term, value in values.items() if value or term.kind != "bias")
-
-
-def _readout(query: LogitQuery) -> LinearReadout:
-    """Return how the logit depends on the hidden states."""
-    head = query.prepared.model.head
-    if query.choices.kind == "place":
-        return read_span(head, query.column, query.choice, query.other)
-    return read_back(head, exact(query.output.hidden[0]), query.column, query.choice, query.other)
 
 
 def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
@@ -398,16 +385,16 @@ def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
     stack = prepared.model.main
     with torch.no_grad():
         front = stack.embedding.front(prepared.main)
-        found = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
+        embeddings = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
         if stack.embedding.types is not None:
             first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)
-            found["segment embedding"] = stack.embedding.types(
+            embeddings["segment embedding"] = stack.embedding.types(
                 first if prepared.types is None else prepared.types
             )
         where = stack.positions.embed(
             masks.tokens_from(1, front.shape[1], front.device).positions, stack.dtype
         )
-    return found if where is None else found | {"position embedding": where}
+    return embeddings if where is None else embeddings | {"position embedding": where}
 
 
 # Neurons ----------------------------------------------------------------------------------------------------
@@ -450,16 +437,15 @@ def firing(
         if f"blocks.{layer}.feedforward.post" in tap_names(model)
     ]
     refuse(not taps, "this model has no plain feed-forward whose neurons could be looked at")
-    query = LogitQuery.of(m, given, token, position, target, against, pair, *taps)
-    parts, read = parts_of(query)
+    query = LogitQuery.of(m, given, token, position, target, against, pair, taps)
     blocks = model.main.layers()
     values: dict[int, Tensor] = {}
     posts: dict[int, Tensor] = {}
-    for part in parts:
+    for part in parts_of(query):
         (term, *_) = part.terms
         tap = f"blocks.{term.layer}.feedforward.post"
         if term.kind == "feedforward" and term.layer is not None and tap in taps:
-            posts[term.layer] = exact(query.seen[tap][0][read.rows])  # R F
+            posts[term.layer] = exact(query.seen[tap][0][query.read.rows])  # R F
             # As float64 it would be a long copy.
             down = wide(weight_of(blocks[term.layer], "feedforward.down").detach())  # D F
             values[term.layer] = (posts[term.layer] * exact(part.slope.to(down) @ down)).sum(0)

@@ -12,7 +12,7 @@ Words are drawn from the text, so that any tokenizer can write them, that of sin
 
     passkey     one needle among a few tokens that repeat
     needle      one needle in running text
-    needles     four needles in running text, one of which is asked for
+    needles     four needles in running text, one of which is the question
     tracking    two chains of three needles: the value of the second is the key of the first, and so on; the
                 last key is length for, and the value at the beginning of its chain is right
 
@@ -33,14 +33,12 @@ import torch
 from numpy.typing import NDArray
 
 from clearhead.core.config import RopeScaling
-from clearhead.core.transformer import evaluating
-from clearhead.errors import nearest, refuse
+from clearhead.errors import refuse, refuse_unknown
 from clearhead.hub.tokens.text import VISIBLE, label
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.long_text import (
     Growth,
     LongText,
-    OnProgress,
     PositionLoss,
     ScalingTry,
     loss_by_position,
@@ -51,9 +49,11 @@ from clearhead.inside.long_text import (
 )
 from clearhead.inside.results import Result
 from clearhead.learn.evaluation.evaluate import BATCH_TOKENS
+from clearhead.learn.evaluation.metrics import OnProgress
 from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
 from clearhead.run.generate.decode import cache_for, prefill
+from clearhead.variants.contexts import evaluating
 
 CHOICES = 8
 KEY_WORDS = 2
@@ -106,14 +106,14 @@ def words_of(m: Model, text: LongText) -> Vocabulary:
 
     A text that has too few for the probes is refused.
     """
-    found = _words(m, text)
-    different = len({word[0] for word in found.words})
+    vocabulary = _words(m, text)
+    different = len({word[0] for word in vocabulary.words})
     refuse(
-        len(found.words) < NEEDED or different < CHOICES,
-        f"{text.name} has {len(found.words)} different words with {different} different first tokens, "
+        len(vocabulary.words) < NEEDED or different < CHOICES,
+        f"{text.name} has {len(vocabulary.words)} different words with {different} different first tokens, "
         f"and the probes need {NEEDED} and {CHOICES}: give a longer text, or leave retrieval out",
     )
-    return found
+    return vocabulary
 
 
 def _words(m: Model, text: LongText) -> Vocabulary:
@@ -123,20 +123,20 @@ def _words(m: Model, text: LongText) -> Vocabulary:
         special = {*m.special.values()}
         alone = [token for token in names if m.tokenizer is None or names[token].isalpha()]
         return Vocabulary([(token,) for token in sorted(alone) if token not in special], ())
-    found: dict[tuple[int, ...], None] = {}
+    words: dict[tuple[int, ...], None] = {}
     word: list[int] | None = None  # that goes on; None: no word
     for token in [*ids, -1]:
         name = names.get(token, SPACE)
         letters = name.removeprefix(SPACE)
         if name.startswith(SPACE) or not letters.isalpha():
             if word and sum(len(names[token].removeprefix(SPACE)) for token in word) >= SHORTEST:
-                found[tuple(word)] = None
+                words[tuple(word)] = None
             word = [token] if letters.isalpha() else [] if name == SPACE else None
         elif word is not None:
             word.append(token)
     alone = [token for token, name in names.items() if name == SPACE]
-    between = tuple(alone[:1]) if all(not names[word[0]].startswith(SPACE) for word in found) else ()
-    return Vocabulary(list(found), between)
+    between = tuple(alone[:1]) if all(not names[word[0]].startswith(SPACE) for word in words) else ()
+    return Vocabulary(list(words), between)
 
 
 def make_trial(
@@ -162,13 +162,13 @@ def make_trial(
     question: tuple[int, ...] = ()
     for chain in range(probe.chains):
         keys = [key() for _ in range(probe.links)]
-        places = np.sort(random.random(probe.links))
+        depths = np.sort(random.random(probe.links))
         if chain == 0:
-            places, question = depth + (1 - depth) * places, (*vocabulary.space, *keys[-1])
-            places[0] = depth
+            depths, question = depth + (1 - depth) * depths, (*vocabulary.space, *keys[-1])
+            depths[0] = depth
         follows = [spaced[chosen[chain]], *keys]
         inserted = [(*vocabulary.space, *name, *what) for name, what in zip(keys, follows)]
-        needles += zip(places.tolist(), inserted)
+        needles += zip(depths.tolist(), inserted)
     needles.sort(key=lambda needle: needle[0])
     room = length - len(text.prefix) - len(question) - sum(len(needle) for _, needle in needles)
     if room < 0 or room > len(text.ids):
@@ -232,13 +232,13 @@ def _judged(m: Model, trials: list[tuple[list[int], list[int]]]) -> Iterator[tup
 LongPart = Literal["perplexity", "retrieval", "cost"]
 PARTS: tuple[LongPart, ...] = ("perplexity", "retrieval", "cost")
 STRETCH = 2  # times the trained length, where positions have no end
-LONGEST = 16_384  # tokens, where no length is asked for
+LONGEST = 16_384  # tokens, where no length is named
 SHARES = (4, 2, 1)  # lengths of contexts: the length divided by these
 
 
 @dataclass(frozen=True, eq=False)
 class LongReport(Result):
-    """What a model does with long contexts; None or () for parts that were not asked for."""
+    """What a model does with long contexts; None or () for parts that were not measured."""
 
     trained: int  # the length the model was made for
     length: int  # tokens of the longest rows, scalings apart
@@ -289,14 +289,10 @@ def long(
         f"{config.head}: {fitting(m)}",
     )
     for part in parts:
-        refuse(
-            part not in PARTS,
-            f'no part is called "{part}"{nearest(part, PARTS)}: choose from {", ".join(PARTS)}',
-        )
+        refuse_unknown("part", part, PARTS)
     refuse(not parts and not scalings, f"nothing is to be done: choose parts from {', '.join(PARTS)}")
-    refuse(rows < 1, f"rows {rows} must be 1 or more")
-    refuse(bins < 1, f"bins {bins} must be 1 or more")
-    refuse(trials < 1, f"trials {trials} must be 1 or more")
+    for name, count in {"rows": rows, "bins": bins, "trials": trials}.items():
+        refuse(count < 1, f"{name} {count} must be 1 or more")
     refuse(seed < 0, f"seed {seed} must be 0 or more")
     needs_text = bool(scalings) or {*parts} != {"cost"}
     read = read_text(m, text) if needs_text else None
@@ -314,14 +310,14 @@ def long(
         lengths = sorted({tokens // share for share in SHARES})
         grids = retrieve(m, read, words, lengths, trials, seed, on_progress)
     growth = measure_growth(m.model, tokens, seed, on_progress) if "cost" in parts else None
-    name = None if read is None else read.name
-    return LongReport(trained_length(config), tokens, name, by_position, grids, growth, tries, tuple(notes))
+    source = None if read is None else read.name
+    return LongReport(trained_length(config), tokens, source, by_position, grids, growth, tries, tuple(notes))
 
 
 def _length(
     bounded: bool, positions: int, length: int | None, text: LongText | None, notes: list[str]
 ) -> int:
-    """Return the length of rows: what was asked for, or as long as the model, the text and patience allow."""
+    """Return the length of rows: the argument, or as long as the model, the text and patience allow."""
     if length is None:
         usual = positions if bounded else STRETCH * positions
         room = usual if text is None else text.room

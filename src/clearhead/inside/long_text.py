@@ -18,31 +18,32 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clearhead.core.config import ModelConfig, RopeScaling
-from clearhead.core.dtypes import wide
-from clearhead.core.transformer import Transformer, evaluating
+from clearhead.core.heads import LanguageHead
+from clearhead.core.transformer import Transformer
 from clearhead.errors import nearest, refuse
 from clearhead.hub.checkpoint import empty_model
 from clearhead.inside.inputs import device_of
 from clearhead.inside.results import Result
 from clearhead.learn.batches.ragged import Ints
 from clearhead.learn.evaluation.evaluate import data_plan, run_recipe, task_for
-from clearhead.learn.evaluation.metrics import perplexity
+from clearhead.learn.evaluation.metrics import OnProgress, perplexity
 from clearhead.learn.losses import default_chunk
+from clearhead.learn.losses import token_losses as losses_of
 from clearhead.learn.recipe import read_recipe
 from clearhead.learn.tasks.table import open_examples, task_named
 from clearhead.run.api import Model
-from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for, turns_by_length
+from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for
+from clearhead.variants.contexts import evaluating
 from clearhead.variants.costs import cost
 
 NO_TEXT = (
@@ -104,25 +105,22 @@ def read_text(m: Model, text: Any) -> LongText:
     else:
         plan = read_recipe(recipe).data
         refuse(not plan.paths, NO_TEXT)
-        notes.append(f"text: what the run held out of {_listed(plan.validation or plan.paths)}")
+        notes.append(f"text: what the run held out of {', '.join(plan.validation or plan.paths)}")
     plan = replace(plan, task=task_for(m, plan.task))
     corpus, task = open_examples(plan, split=not named)
     with tempfile.TemporaryDirectory() as folder:
         own = task_named(task)
-        found = own.encode_corpus(corpus, "validation", m.text_tokenizer, (), folder, special=m.special)
-        encoded, prefix = np.array(found["ids"], np.int64), tuple(found.frame.special[0])
-    name = _listed(named) if named else "the text that the run held out"
-    return LongText(name, encoded, prefix, (*notes, *corpus.notes, *found.notes))
-
-
-def _listed(names: Sequence[str | Path]) -> str:
-    return ", ".join(map(str, names))
+        encoded_text = own.encode_corpus(
+            corpus, "validation", m.text_tokenizer, (), folder, special=m.special
+        )
+        encoded, prefix = np.array(encoded_text["ids"], np.int64), tuple(encoded_text.frame.special[0])
+    name = ", ".join(map(str, named)) if named else "the text that the run held out"
+    return LongText(name, encoded, prefix, (*notes, *corpus.notes, *encoded_text.notes))
 
 
 # Loss by position -------------------------------------------------------------------------------------------
 
 
-OnProgress = Callable[[str, int, int], None]  # told a stage, and how much of how much is done
 MULTIPLES = (1, 2, 4)  # of the trained length, at which scalings are tried
 # What a scaling is called, its kind, and its usual factor. The angles of dynamic grow with the length by
 # themselves: its factor says how much faster than that.
@@ -212,35 +210,33 @@ def trained_length(config: ModelConfig) -> int:
 def token_losses(model: Transformer, row: Sequence[int]) -> NDArray[np.float64]:
     """Return -log p of each token of a row but the first, given all before it: [T - 1]."""
     ids = torch.tensor([row], device=device_of(model))
-    inputs, targets, found = ids[:, :-1], ids[0, 1:], []
-    piece = inputs.shape[1] if turns_by_length(model) else PREFILL_CHUNK
+    inputs, targets, losses = ids[:, :-1], ids[0, 1:], []
+    length = inputs.shape[1] if model.config.rotates_by_length else PREFILL_CHUNK
     cache = cache_for(model, inputs.shape[1])
     chunk = default_chunk(model.config.vocab_size, ids.device)
     with evaluating(model):
-        for some, wanted in zip(torch.split(inputs, piece, 1), torch.split(targets, piece)):
+        for some, wanted in zip(torch.split(inputs, length, 1), torch.split(targets, length)):
             hidden = model(some, cache=cache, logits="none").hidden[0]  # N D
-            for states, right in zip(torch.split(hidden, chunk), torch.split(wanted, chunk)):
-                logits = wide(model.head(states, None))  # N V
-                found.append(nnf.cross_entropy(logits, right, reduction="none").double().cpu())
-    return np.asarray(torch.cat(found))
+            losses.append(losses_of(cast(LanguageHead, model.head), hidden, wanted, chunk)[1].double().cpu())
+    return np.asarray(torch.cat(losses))
 
 
 def loss_by_position(
     model: Transformer, text: LongText, length: int, rows: int, bins: int, on_progress: OnProgress
 ) -> PositionLoss:
     """Measure every position of up to `rows` rows of `length` tokens; the tokenizer's prefix is no target."""
-    read, found = list(text.rows(length, rows)), []
+    read, row_losses = list(text.rows(length, rows)), []
     for done, row in enumerate(read, start=1):
-        found.append(token_losses(model, row))
+        row_losses.append(token_losses(model, row))
         on_progress("perplexity", done, len(read))
-    losses = _by_position(found, text)
+    losses = _by_position(row_losses, text)
     parts = _bins(losses, len(read), bins)
     return PositionLoss(losses, len(read), trained_length(model.config), parts)
 
 
-def _by_position(found: Sequence[NDArray[np.float64]], text: LongText) -> NDArray[np.float64]:
+def _by_position(row_losses: Sequence[NDArray[np.float64]], text: LongText) -> NDArray[np.float64]:
     """Return the mean over rows [T - 1] of each position [T]; NaN where no token of the text is predicted."""
-    losses = np.concatenate([[np.nan], np.mean(found, axis=0)])
+    losses = np.concatenate([[np.nan], np.mean(row_losses, axis=0)])
     losses[: len(text.prefix)] = np.nan
     return losses
 
@@ -258,19 +254,19 @@ def _bin(losses: NDArray[np.float64], rows: int, start: int, stop: int) -> Posit
 # Scalings ---------------------------------------------------------------------------------------------------
 
 
-def find_scaling(given: str | RopeScaling | None, config: ModelConfig) -> tuple[str, RopeScaling | None]:
+def find_scaling(wanted: str | RopeScaling | None, config: ModelConfig) -> tuple[str, RopeScaling | None]:
     """Return a scaling and its name: "none", "own", "yarn", or "yarn:8" with a factor."""
-    if given is None or given == "none":
+    if wanted is None or wanted == "none":
         return "none", None
-    if given == "own":
+    if wanted == "own":
         return "own", config.rope_scaling
-    if isinstance(given, RopeScaling):
-        return f"{given.kind}:{given.factor:g}", given
-    name, _, factor = given.partition(":")
+    if isinstance(wanted, RopeScaling):
+        return f"{wanted.kind}:{wanted.factor:g}", wanted
+    name, _, factor = wanted.partition(":")
     known = ("none", "own", *SCALINGS)
     refuse(
         name not in SCALINGS,
-        f'no scaling is called "{given}"{nearest(name, known)}: choose from {", ".join(known)}, '
+        f'no scaling is called "{wanted}"{nearest(name, known)}: choose from {", ".join(known)}, '
         "with a factor as in yarn:8",
     )
     kind, usual = SCALINGS[name]
@@ -278,7 +274,7 @@ def find_scaling(given: str | RopeScaling | None, config: ModelConfig) -> tuple[
         number = float(factor) if factor else usual
     except ValueError:
         number = 0.0
-    refuse(not 0 < number < float("inf"), f'scaling "{given}" has no factor above 0: write yarn:8')
+    refuse(not 0 < number < float("inf"), f'scaling "{wanted}" has no factor above 0: write yarn:8')
     scaling = RopeScaling(kind=kind, factor=number, original_positions=trained_length(config))
     return f"{name}:{number:g}", scaling
 
@@ -310,7 +306,7 @@ def try_scalings(
         f"scalings are of rotary positions, and this model has positions {config.positions}: "
         "leave --scalings out",
     )
-    named = [find_scaling(given, config) for given in scalings]
+    named = [find_scaling(wanted, config) for wanted in scalings]
     lengths, targets = [trained * multiple for multiple in MULTIPLES], max(1, trained // 2)
     read = list(text.rows(lengths[-1], rows))
     tries = []
@@ -319,10 +315,10 @@ def try_scalings(
         means = []
         for at, length in enumerate(lengths):
             cut = [[*text.prefix, *row[lengths[-1] - length + len(text.prefix) :]] for row in read]
-            found = _by_position([token_losses(other, row) for row in cut], text)
-            means.append(float(found[-targets:].mean()))
+            losses = _by_position([token_losses(other, row) for row in cut], text)
+            means.append(float(losses[-targets:].mean()))
             on_progress("scalings", number * len(lengths) + at + 1, len(named) * len(lengths))
-        every = _bins(found, len(read), bins)
+        every = _bins(losses, len(read), bins)
         tries.append(ScalingTry(name, scaling, tuple(lengths), tuple(means), targets * len(read), every))
     return tuple(tries)
 
@@ -381,30 +377,37 @@ def measure_growth(model: Transformer, longest: int, seed: int, on_progress: OnP
     with evaluating(model):
         for done, length in enumerate(lengths, start=1):
 
-            def run(given: Tensor = ids[:, :length]) -> None:
-                model(given, logits="none")
+            def run(tokens: Tensor = ids[:, :length]) -> None:
+                model(tokens, logits="none")
 
             figures = cost(config, length=length, dtype=dtype)
             flops, kept = figures.flops.forward, figures.memory.activations
             peak = peak_bytes(model, run)
             points.append(
                 GrowthPoint(
-                    length, _seconds(run, device), peak, flops.total - flops.head, kept.total - kept.head
+                    length, quickest(run, device), peak, flops.total - flops.head, kept.total - kept.head
                 )
             )
             on_progress("cost", done, len(lengths))
     return Growth(tuple(points))
 
 
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    times = []
-    for _ in range(REPEATS + 1):
-        start = time.perf_counter()
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one run, until the device has done it."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    run()
+    if on_gpu:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def quickest(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
+    """Return the seconds of the quickest of some runs, after one to warm up."""
+    run()
+    return min(timed(run, device) for _ in range(repeats))
 
 
 def peak_bytes(model: Transformer, run: Callable[[], None]) -> int:
@@ -429,8 +432,8 @@ class _Living(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen = {tensor.untyped_storage().data_ptr() for tensor in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        before = {x.untyped_storage().data_ptr() for x in given}
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = {x.untyped_storage().data_ptr() for x in inputs}
         output = func(*args, **(kwargs or {}))
         for x in tree_leaves(output):
             if isinstance(x, Tensor):

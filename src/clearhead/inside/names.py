@@ -6,13 +6,13 @@ A kind of attention is `self`, in the stack that feeds the head, `encoder`, in t
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import InputError, nearest, refuse, refuse_unknown
 from clearhead.variants.kinds import GatedDeltaKind
 
 PARTS = {"self": "blocks.{}.attention", "encoder": "encoder.blocks.{}.attention", "cross": "blocks.{}.cross"}
@@ -66,15 +66,15 @@ def kinds_of(config: ModelConfig) -> dict[AttentionName, Kind]:
 
     Those of the gated delta rule have no heads by themselves: they share a convolution and a gate.
     """
-    found = {}
+    kinds_by_name = {}
     for spec in config.stacks:
         for layer, own in enumerate(spec.kinds):
             kinds = (("encoder" if spec.prefix else "self", own), ("cross", FULL))
             for name, kind in kinds[: 1 + spec.cross]:
                 heads = spec.heads_of(AttentionName(name, layer).part)
                 alone = not isinstance(kind, GatedDeltaKind)
-                found[AttentionName(name, layer, len(heads) if alone else 0)] = kind
-    return found
+                kinds_by_name[AttentionName(name, layer, len(heads) if alone else 0)] = kind
+    return kinds_by_name
 
 
 def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
@@ -83,11 +83,22 @@ def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionNa
     return [name for name in alone if kind in (None, name.kind)]
 
 
-def patterned(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
-    """Return every attention with a pattern, shares of tokens for each query; refuse a model without any."""
-    found = [name for name, own in kinds_of(config).items() if own.patterned and kind in (None, name.kind)]
-    refuse(not found, f"there is no attention pattern to look at; {''.join(unpatterned(config))}")
-    return found
+def patterned(
+    config: ModelConfig,
+    kind: str | None = None,
+    required: bool = True,
+    among: Collection[AttentionName] | None = None,
+) -> list[AttentionName]:
+    """Return every attention with a pattern, shares of tokens for each query; `required`: refuse none."""
+    those = [
+        name
+        for name, own in kinds_of(config).items()
+        if own.patterned and kind in (None, name.kind) and (among is None or name in among)
+    ]
+    refuse(
+        required and not those, f"there is no attention pattern to look at; {''.join(unpatterned(config))}"
+    )
+    return those
 
 
 def unpatterned(config: ModelConfig) -> list[str]:
@@ -102,20 +113,20 @@ def unpatterned(config: ModelConfig) -> list[str]:
 
 def all_heads(config: ModelConfig, kind: str | None = None) -> list[AttentionHead]:
     """Return every head of a model, or those of one kind of attention; refuse a model without any."""
-    found = heads_in(attentions(config, kind))
-    refuse(not found, "this model has no heads by themselves: its layers share a convolution and a gate")
-    return found
+    heads = heads_in(attentions(config, kind))
+    refuse(not heads, "this model has no heads by themselves: its layers share a convolution and a gate")
+    return heads
 
 
-def heads_in(found: Iterable[AttentionName]) -> list[AttentionHead]:
+def heads_in(some: Iterable[AttentionName]) -> list[AttentionHead]:
     """Return the heads of some attentions."""
-    return [head for attention in found for head in attention.heads]
+    return [head for attention in some for head in attention.heads]
 
 
 def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]:
     """Return heads by their names; an error lists some that exist."""
     known = {str(head): head for head in all_heads(config)}
-    found = []
+    heads = []
     for name in names:
         matched = _NAME.fullmatch(name.strip())
         head = str(AttentionHead(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
@@ -124,14 +135,14 @@ def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]
                 f'there is no head "{name}"{nearest(name, known)}: '
                 f"heads are called layer.head, such as {', '.join(list(known)[:3])}"
             )
-        found.append(known[head])
-    return found
+        heads.append(known[head])
+    return heads
 
 
 def as_heads(config: ModelConfig, heads: Heads) -> list[AttentionHead]:
     """Return heads, given as such or by name; each once, in the order of their names."""
-    given = [heads] if isinstance(heads, AttentionHead | str) else heads
-    return sorted(set(find_heads(config, map(str, given))))
+    wanted = [heads] if isinstance(heads, AttentionHead | str) else heads
+    return sorted(set(find_heads(config, map(str, wanted))))
 
 
 # Stacks and layers ------------------------------------------------------------------------------------------
@@ -156,11 +167,7 @@ def find_blocks(config: ModelConfig, layers: Layers) -> list[str]:
     known = layer_names(config)
     names = [str(layer).strip() for layer in ([layers] if isinstance(layers, int | str) else layers)]
     for name in names:
-        refuse(
-            name not in known,
-            f'there is no layer "{name}"{nearest(name, known)}: '
-            f"layers are called {', '.join(list(known)[:12])}",
-        )
+        refuse_unknown("layer", name, known)
     return list(dict.fromkeys(known[name] for name in names))
 
 

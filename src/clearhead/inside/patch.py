@@ -9,12 +9,6 @@ the clean answer less that of the corrupt one, on a scale on which the corrupt r
     patch(m, "Paris is in", "New York is in", align="words")                  # prompts of unequal length
     patch(m, "Paris is in", "New York is in", subject=("Paris", "New York"))  # the spans that differ, by name
 
-Steering adds the difference of two texts to the stream of a third, at one layer:
-
-    vector = steering_vector(m, "I love this", "I hate this", layer=2)
-    with steering(m, vector, layer=2, strength=4):
-        m.generate("The film was", 20)
-
 Shapes: B rows of a batch, each patched in another place, T tokens, P pairs of tokens (T of prompts of equal
 length), L layers, H heads, D model, E head width, N choices.
 """
@@ -22,39 +16,25 @@ length), L layers, H heads, D model, E head width, N choices.
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from clearhead.core.config import StackSpec
-from clearhead.core.taps import edit
-from clearhead.core.transformer import evaluating
-from clearhead.errors import nearest, refuse
+from clearhead.errors import refuse, refuse_unknown
 from clearhead.inside import inputs, names, results
+from clearhead.inside.alignments import positions
 from clearhead.inside.inputs import Choices, choices_of, find_column
-from clearhead.run.api import Model
+from clearhead.inside.interventions import OnRows, Site, patched_scores
 
 PARTS = ("residual", "attention", "feedforward", "heads")
-TOKENS_AT_ONCE = 8192  # of all rows together: what one pass of patched rows may hold
 SAME = 1e-6  # two runs whose measures differ by less have nothing to bring back
 
 
 Pairs = tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True)
-class Site:
-    """Where something is put: an activation by its name, perhaps one token and one head of it."""
-
-    tap: str
-    position: int | tuple[int, ...] | None = None  # of the run that is patched; None: every token
-    head: int | None = None  # of a tap "z"; None: every head
-    source: int | tuple[int, ...] | None = None  # of the other run; None: the same tokens
 
 
 @dataclass(frozen=True)
@@ -90,7 +70,6 @@ class Patching(results.Result):
 
 
 Sites = list[list[Site | None]]  # of each cell of a map
-OnRows = Callable[[int, int], None]  # rows that are done, of how many
 
 
 def patch(
@@ -129,10 +108,7 @@ def patch(
     """
     refuse(not parts, f"no part is named: choose from {', '.join(PARTS)}")
     for part in parts:
-        refuse(
-            part not in PARTS,
-            f'there is no part "{part}"{nearest(part, PARTS)}: choose from {", ".join(PARTS)}',
-        )
+        refuse_unknown("part", part, PARTS)
     first, second = _prepare_both(m, clean, corrupt, target)
     pairs = aligned(first.first_tokens, second.first_tokens, align, subject)
     choices = choices_of(second)
@@ -173,59 +149,6 @@ def patch(
     )
 
 
-def patched_scores(
-    corrupt: inputs.Prepared,
-    clean: Mapping[str, Tensor],
-    rows: Sequence[Sequence[Site]],
-    column: int = -1,
-    on_progress: OnRows = lambda done, total: None,
-    kept: Sequence[int] | None = None,
-) -> Tensor:
-    """Run a prompt for each row of sites with the clean activations there; return one column's scores [B, N].
-
-    `clean` has the activations of the other prompt by name; `column` is as in `Choices`; `on_progress` is
-    told after each batch how many rows are done; `kept` names the choices that are returned, None: all N.
-    """
-    choices, length = choices_of(corrupt), len(corrupt.tokens) + len(corrupt.source_tokens or ())
-    column = find_column(column, choices.columns)
-    count, found = max(1, TOKENS_AT_ONCE // length), []
-    for start in range(0, len(rows), count):
-        some = rows[start : start + count]
-        places = [(row, site) for row, sites in enumerate(some) for site in sites]
-        changes = {
-            tap: partial(_put, clean=clean[tap], places=[place for place in places if place[1].tap == tap])
-            for tap in {site.tap for _, site in places}
-        }
-        repeated = {
-            name: x.expand(len(some), *x.shape[1:])
-            for name, x in {"ids": corrupt.main, **corrupt.given}.items()
-        }
-        with torch.no_grad(), evaluating(corrupt.model), edit(corrupt.model, changes):
-            hidden = corrupt.model(**repeated, logits="none").hidden
-            scores = choices.column_scores(hidden, column).float()
-            found.append(scores if kept is None else scores[:, list(kept)])
-        on_progress(start + len(some), len(rows))
-    return torch.cat(found).cpu()
-
-
-def _put(x: Tensor, clean: Tensor, places: list[tuple[int, Site]]) -> Tensor:
-    """Return x [B, T, D], or [B, H, T, E], with each row's site from the clean run [1, ...]."""
-    x = x.clone()
-    for row, site in places:
-        head = slice(None) if site.head is None else site.head
-        into, out_of = (
-            (_index(tokens),) if x.ndim == 3 else (head, _index(tokens))
-            for tokens in (site.position, site.position if site.source is None else site.source)
-        )
-        x[(row, *into)] = clean[(0, *out_of)]
-    return x
-
-
-def _index(tokens: int | tuple[int, ...] | None) -> Any:
-    """Return what a tensor is indexed by."""
-    return slice(None) if tokens is None else list(tokens) if isinstance(tokens, tuple) else tokens
-
-
 def _prepare_both(
     m: inputs.AnyModel, clean: inputs.Given, corrupt: inputs.Given, target: inputs.Target
 ) -> tuple[inputs.Prepared, inputs.Prepared]:
@@ -250,7 +173,7 @@ def aligned(
     align: Literal["words"] | Sequence[tuple[int, int]] | None = None,
     subject: tuple[str, str] | None = None,
 ) -> Pairs:
-    """Return the tokens of two prompts that belong together, as `patch` is asked to align them."""
+    """Return the tokens of two prompts that belong together, by the arguments of `patch`."""
     refuse(
         align is not None and subject is not None, "align and subject both align prompts: give one of them"
     )
@@ -317,11 +240,7 @@ def _span(tokens: inputs.InputTokens, text: str) -> tuple[int, int]:
     )
     begin = tokens.text.find(text) if text.strip() else -1
     refuse(begin < 0, f'the subject "{text}" is not in "{tokens.text:.60}": write it as it is there')
-    within = [
-        number
-        for number, (left, right) in enumerate(tokens.text_spans)
-        if left < begin + len(text) and right > begin and right > left
-    ]
+    (within,) = positions([(begin, begin + len(text))], tokens.text_spans)
     return within[0], within[-1] + 1
 
 
@@ -387,64 +306,56 @@ def _other_column(column: int, clean: Choices, corrupt: Choices, pairs: Pairs) -
     by_token = corrupt.columns == corrupt.prepared.first_tokens.labels
     if not by_token or column == len(corrupt.columns) - 1:
         return column - len(corrupt.columns) + len(clean.columns)
-    found = next((token for token, other in pairs if other == column), None)
+    match = next((token for token, other in pairs if other == column), None)
     refuse(
-        found is None,
+        match is None,
         f"position {column}, {corrupt.columns[column]}, belongs to no token of the clean prompt: "
         "read the answer at another position, or align the prompts otherwise",
     )
-    return cast(int, found)
+    return cast(int, match)
 
 
 def _tables(
     first: inputs.Prepared, second: inputs.Prepared, spec: StackSpec, parts: Sequence[str], pairs: Pairs
 ) -> Iterator[tuple[PatchMap, Sites]]:
     """Yield the map of each part of a stack, without values, and its sites."""
-    stack = ""
-    if second.source is not None:
-        stack = "encoder" if spec.prefix else "decoder"
+    config, both = first.m.config, second.source is not None
+    stack = ("encoder" if spec.prefix else "decoder") if both else ""
     ours, theirs = (run.tokens_of(spec.prefix).labels for run in (first, second))
-    if spec.prefix == "" and second.source is not None:
+    if spec.prefix == "" and both:
         pairs = tuple((token, token) for token in range(len(theirs)))  # both read the same target
     labels = ((ours[source], theirs[position]) for source, position in pairs)
     tokens = tuple(a if a == b else f"{a}/{b}" for a, b in labels)
-    sources, positions = tuple(source for source, _ in pairs), tuple(position for _, position in pairs)
+    sources, targets = tuple(source for source, _ in pairs), tuple(position for _, position in pairs)
     layers = tuple(map(str, range(spec.n_layers)))
+    blocks = [f"{spec.prefix}blocks.{layer}" for layer in layers]
     taps = {
-        "residual": [*(f"{layer}.resid_pre" for layer in layers), f"{layers[-1]}.resid_post"],
-        "attention": [f"{layer}.attention.out" for layer in layers],
-        "cross": [f"{layer}.cross.out" for layer in layers],
-        "feedforward": [f"{layer}.feedforward.out" for layer in layers],
+        name: [f"{block}.{name}.out" for block in blocks] for name in ("attention", "cross", "feedforward")
     }
-    empty = PatchMap("", stack, layers, tokens, torch.empty(0))
+    taps["residual"] = [*(f"{block}.resid_pre" for block in blocks), f"{blocks[-1]}.resid_post"]
+    crosses = ("cross",) if spec.cross else ()
     for part in parts:
         if part == "heads":
-            own = "encoder" if spec.prefix else "self"
-            for kind in (own, "cross") if spec.cross else (own,):
-                found = names.attentions(first.m.config, kind)
-                heads = range(max(head.number for head in names.all_heads(first.m.config, kind)) + 1)
-                name = "cross heads" if kind == "cross" else part
-                rows = tuple(str(attention.layer) for attention in found)
-                yield (
-                    replace(empty, part=name, rows=rows, columns=tuple(map(str, heads))),
-                    [
-                        [
-                            Site(f"{attention.part}.z", positions, head, sources)
-                            if head < attention.n_heads
-                            else None
-                            for head in heads
-                        ]
-                        for attention in found
-                    ],
-                )
-        else:
-            for name in (part, "cross") if part == "attention" and spec.cross else (part,):
+            for kind in ("encoder" if spec.prefix else "self", *crosses):
+                attentions = names.attentions(config, kind)
+                heads = range(max(head.number for head in names.all_heads(config, kind)) + 1)
                 sites: Sites = [
-                    [Site(f"{spec.prefix}blocks.{tap}", token, source=source) for source, token in pairs]
-                    for tap in taps[name]
+                    [
+                        Site(f"{attention.part}.z", targets, head, sources)
+                        if head < attention.n_heads
+                        else None
+                        for head in heads
+                    ]
+                    for attention in attentions
                 ]
-                rows = (*layers, "end") if name == "residual" else layers
-                yield replace(empty, part=name, rows=rows), sites
+                rows = tuple(str(attention.layer) for attention in attentions)
+                name = "cross heads" if kind == "cross" else part
+                yield PatchMap(name, stack, rows, tuple(map(str, heads)), torch.empty(0)), sites
+            continue
+        for name in (part, *crosses) if part == "attention" else (part,):
+            sites = [[Site(tap, token, source=source) for source, token in pairs] for tap in taps[name]]
+            rows = (*layers, "end") if name == "residual" else layers
+            yield PatchMap(name, stack, rows, tokens, torch.empty(0)), sites
 
 
 def _answers(
@@ -459,28 +370,3 @@ def _answers(
     refuse(corrupt.numel() < 2, "this head has one choice alone: patching compares two")
     bad = int(corrupt.index_fill(0, torch.tensor([good]), -math.inf).argmax())
     return good, bad, f'both runs say "{choices.name(good)}": compared with the runner-up of the corrupt run'
-
-
-# Steering ---------------------------------------------------------------------------------------------------
-
-
-def steering_vector(m: inputs.AnyModel, toward: inputs.Given, away: inputs.Given, layer: int) -> Tensor:
-    """Return the stream after a layer at the last token of one text, less that of another: [D]."""
-    tap = _after(inputs.as_model(m), layer)
-    last = [inputs.prepare(m, text).record(tap, logits="none")[1][tap][0, -1] for text in (toward, away)]
-    return last[0] - last[1]
-
-
-def steering(
-    m: inputs.AnyModel, vector: Tensor, layer: int, strength: float = 1.0
-) -> AbstractContextManager[None]:
-    """Add `strength` times a vector [D] to the stream after a layer, at every token, in a `with` block."""
-    m = inputs.as_model(m)
-    return edit(m.model, {_after(m, layer): lambda x: x + strength * vector.to(x)})
-
-
-def _after(m: Model, layer: int) -> str:
-    """Return the name of the stream after a layer of the stack that feeds the head."""
-    taps = names.states(m.model.main.spec)[1:]
-    refuse(not 0 <= layer < len(taps), f"there is no layer {layer}: layers are 0 to {len(taps) - 1}")
-    return taps[layer]

@@ -3,7 +3,7 @@
     found = probe(m, "en_ewt-ud-train.conllu.gz", "upos", test="en_ewt-ud-dev.conllu.gz")
     found.layers[3].accuracy, found.layers[3].selectivity
 
-A probe that is accurate may have learned the words by heart. So beside each stands a probe of a control task
+A probe that is accurate may have learned the words by heart. So each has a second probe, of a control task
 (Hewitt & Liang 2019): every type of word has one label, drawn at random from the labels of the training
 words. That can only be learned by heart; `selectivity` is the accuracy less the control's. Two baselines need
 no model: the label that is most frequent of all, and the one that is most frequent for the type of word.
@@ -25,12 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from clearhead.errors import MissingExtraError, refuse
+from clearhead.errors import MissingExtraError, refuse, refuse_unknown
 from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.inside.probe_data import (
     POOLS,
     Data,
-    OnProgress,
     ProbeItem,
     apart,
     choose_items,
@@ -41,7 +40,7 @@ from clearhead.inside.probe_data import (
 )
 from clearhead.inside.results import Floats, Result
 from clearhead.learn.data import corpus, tables
-from clearhead.learn.evaluation.metrics import interval_of, ratio_of
+from clearhead.learn.evaluation.metrics import OnProgress, interval_of, ratio_of
 from clearhead.run.api import Model
 
 WORDS = 20_000  # that a probe is trained on, and as many to test it, at most
@@ -137,12 +136,10 @@ def probe(
     m = as_model(m)
     _regression()  # before the model is run
     stack, prefix = stack_of(m, stack)
-    refuse(
-        pool is not None and pool not in POOLS, f'pool "{pool}" is not known: choose from {", ".join(POOLS)}'
-    )
+    refuse_unknown("pool", pool or POOLS[0], POOLS)
     refuse(not penalty > 0, f"penalty {penalty} must be above 0")
     refuse(iterations < 1, f"iterations {iterations} must be 1 or more")
-    train_items, test_items, column, said = _sides(data, test, column, words, test_share, seed)
+    train_items, test_items, column, notes = _sides(data, test, column, words, test_share, seed)
     _check_labels(
         {label for item in train_items for label in item.labels if label is not None}, column, classes
     )
@@ -159,7 +156,7 @@ def probe(
             f"none of the {unit} to {side} on has a token: is this the right tokenizer for the data?",
         )
         if vectors.lost:
-            said.append(f"to {side} on: {vectors.lost:,} {unit} without a token left out")
+            notes.append(f"to {side} on: {vectors.lost:,} {unit} without a token left out")
     _check_labels(set(left.labels), column, classes)
     names = corpus.sort_names(left.labels)
     y, y_test = (numbered(vectors.labels, names) for vectors in (left, right))
@@ -188,7 +185,7 @@ def probe(
         train=len(left.labels),
         test=len(right.labels),
         seed=seed,
-        said=tuple(said),
+        said=tuple(notes),
     )
 
 
@@ -264,8 +261,8 @@ def predict(x: Floats, y: Numbers, x_test: Floats, penalty: float, iterations: i
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # too few steps: a probe may stop early, as `iterations` says
         fitted = _regression()(C=1 / (penalty * len(x)), max_iter=iterations).fit(x, y)
-        found: Numbers = fitted.predict(x_test)
-        return found
+        predicted: Numbers = fitted.predict(x_test)
+        return predicted
 
 
 def standardised(x: Floats, x_test: Floats) -> tuple[Floats, Floats]:

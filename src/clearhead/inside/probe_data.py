@@ -22,16 +22,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from clearhead.errors import nearest, refuse
+from clearhead.errors import refuse, refuse_unknown
 from clearhead.hub.preprocessor import to_pixels
 from clearhead.inside import inputs, names
 from clearhead.inside.alignments import align, word_matrices
 from clearhead.inside.results import Floats, on_cpu
-from clearhead.learn.batches.padding import by_length, padded
-from clearhead.learn.data import corpora, files, formats, plan, split, tables
+from clearhead.learn.batches.ragged import by_length, padded
+from clearhead.learn.data import conll, corpora, files, formats, plan, split, tables
+from clearhead.learn.data.conll import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.learn.data.examples import Images, Labelled, Tagged
 from clearhead.learn.data.pictures import content
-from clearhead.learn.data.treebank import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.learn.tasks.table import open_examples
 from clearhead.run.api import Model
 
@@ -114,11 +114,11 @@ def read_items(data: Data, column: str | None = None) -> tuple[list[ProbeItem], 
 
 def _read(path: str, column: str | None) -> Data:
     """Return the examples of a file or folder, by what it looks like."""
-    found = [] if path in corpora.CORPORA else files.expand([path], corpora.CORPORA)
-    words = found and all(formats.format_of(file) == "conll" for file in found)
-    if words and tables.tag_columns(found[0], {})[0].universal:
+    paths = [] if path in corpora.CORPORA else files.expand([path], corpora.CORPORA)
+    words = paths and all(formats.format_of(file) == "conll" for file in paths)
+    if words and conll.tag_columns(paths[0], {}).universal:
         _labeller(column or "upos")  # a wrong name is refused before the file is read
-        return [sentence for file in found for sentence in read_treebank(file)]
+        return [sentence for file in paths for sentence in read_treebank(file)]
     corpus, _ = open_examples(plan.DataPlan(paths=(path,)), split=False)
     refuse(
         corpus.shape not in ("tags", "labels", "images"),
@@ -149,10 +149,7 @@ def _labeller(column: str) -> Callable[[TreeWord, int], str | None]:
         return lambda word, place: dict(
             cell.split("=", 1) for cell in word.feats.split("|") if "=" in cell
         ).get(name)
-    refuse(
-        column not in COLUMNS,
-        f'there is no column "{column}" to probe{nearest(column, COLUMNS)}: choose from {", ".join(COLUMNS)}',
-    )
+    refuse_unknown("column", column, COLUMNS)
     return lambda word, place: None if getattr(word, column) == "_" else str(getattr(word, column))
 
 
@@ -214,7 +211,6 @@ def choose_items(
 # Vectors ----------------------------------------------------------------------------------------------------
 
 
-OnProgress = Callable[[str, int, int], None]
 BATCH_TOKENS = 4096  # of a batch, padding included
 BATCH_NUMBERS = 1 << 26  # in the states of a batch, all depths together
 IN_MEMORY = 1 << 31  # bytes of vectors; more go into a file
@@ -226,13 +222,13 @@ class ProbeInput:
     """What the model reads of one item, and where the things to probe are in it."""
 
     ids: tuple[int, ...]  # of the stack that is probed; () for an image
-    places: tuple[tuple[int, ...], ...]  # tokens of each word, text or image
+    positions: tuple[tuple[int, ...], ...]  # tokens of each word, text or image
     types: tuple[int, ...] = ()
     source: tuple[int, ...] = ()  # what the encoder reads while the decoder is probed
     image: NDArray[np.uint8] | Path | None = None
 
     def __len__(self) -> int:
-        return max(len(self.ids), len(self.source)) if self.image is None else len(self.places[0])
+        return max(len(self.ids), len(self.source)) if self.image is None else len(self.positions[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,11 +256,6 @@ def stack_of(m: Model, stack: str | None) -> tuple[str, str]:
     return stack, specs[there.index(stack)].prefix
 
 
-def depths(m: Model, prefix: str) -> list[str]:
-    """Return the activations that are probed, from the embedding up."""
-    return names.states(names.spec_of(m.config, "encoder" if prefix else "self"))
-
-
 def vectors_of(
     m: Model,
     items: Sequence[ProbeItem],
@@ -286,28 +277,29 @@ def vectors_of(
     """
     rows = [_row(m, item, stack) for item in items]
     kept = [
-        [place for place, label in enumerate(item.labels) if label is not None and row.places[place]]
+        [place for place, label in enumerate(item.labels) if label is not None and row.positions[place]]
         for item, row in zip(items, rows)
     ]
     first = np.cumsum([0, *map(len, kept)])
-    taps, width, done = depths(m, prefix), m.config.d_model, 0
+    spec = names.spec_of(m.config, "encoder" if prefix else "self")
+    taps, width, done = names.states(spec), m.config.d_model, 0  # from the embedding up
     layers = _room((len(taps), int(first[-1]), width))
     most = min(BATCH_TOKENS, BATCH_NUMBERS // (len(taps) * width))
     for some in by_length(list(map(len, rows)), lambda count, longest: count * longest <= most):
-        found = _recorded(m, [rows[row] for row in some], bool(prefix), taps)
+        states = _recorded(m, [rows[row] for row in some], bool(prefix), taps)
         for place, row in enumerate(some):
             if kept[row]:
-                own = torch.stack([state[place] for state in found])  # L T D
-                places = [rows[row].places[word] for word in kept[row]]
-                layers[:, first[row] : first[row + 1]] = _pooled(own, places, pool)
+                own = torch.stack([state[place] for state in states])  # L T D
+                positions = [rows[row].positions[word] for word in kept[row]]
+                layers[:, first[row] : first[row + 1]] = _pooled(own, positions, pool)
         done += len(some)
         on_progress(done)
-    things = [(item, place) for item, places in zip(items, kept) for place in places]
+    things = [(item, place) for item, positions in zip(items, kept) for place in positions]
     return Vectors(
         layers,
         tuple(item.forms[place] for item, place in things),
         tuple(str(item.labels[place]) for item, place in things),
-        np.repeat(np.arange(len(items)), [len(places) for places in kept]),
+        np.repeat(np.arange(len(items)), [len(positions) for positions in kept]),
         sum(item.count for item in items) - len(things),
     )
 
@@ -335,8 +327,10 @@ def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
     start = m.start_ids
     own = [place for place, mark in enumerate(special) if not mark][: m.max_length - len(start)]
     moved = {place: number for number, place in enumerate(own, len(start))}
-    places = tuple(tuple(moved[place] for place in places if place in moved) for places in row.places)
-    return ProbeInput((*start, *(row.ids[place] for place in own)), places, source=row.ids)
+    positions = tuple(
+        tuple(moved[place] for place in positions if place in moved) for positions in row.positions
+    )
+    return ProbeInput((*start, *(row.ids[place] for place in own)), positions, source=row.ids)
 
 
 def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[str]) -> list[Tensor]:
@@ -344,24 +338,24 @@ def _recorded(m: Model, rows: Sequence[ProbeInput], feeds: bool, taps: Sequence[
     ids = [row.ids for row in rows]
     if rows[0].image is not None:
         pixels = [to_pixels(row.image, m.config, m.images) for row in rows if row.image is not None]
-        given = {"ids": torch.stack(pixels).to(next(m.model.parameters()))}
+        arguments = {"ids": torch.stack(pixels).to(next(m.model.parameters()))}
     elif feeds:
-        given = inputs.padded_rows(m, [m.start_ids] * len(rows), ids)
+        arguments = inputs.padded_rows(m, [m.start_ids] * len(rows), ids)
     else:
-        given = inputs.padded_rows(m, ids, [row.source for row in rows] if rows[0].source else ())
+        arguments = inputs.padded_rows(m, ids, [row.source for row in rows] if rows[0].source else ())
         if m.config.n_types > 1 and rows[0].types and not rows[0].source:
-            given["types"] = padded([row.types for row in rows], 0, given["ids"].device)
-    seen = inputs.recorded(m.model, taps, **given)
+            arguments["types"] = padded([row.types for row in rows], 0, arguments["ids"].device)
+    seen = inputs.recorded(m.model, taps, **arguments)
     return [seen[tap] for tap in taps]
 
 
-def _pooled(states: Tensor, places: Sequence[tuple[int, ...]], pool: str) -> Floats:
+def _pooled(states: Tensor, positions: Sequence[tuple[int, ...]], pool: str) -> Floats:
     """Pool states [L, T, D] over the tokens of N things: [L, N, D]."""
     if pool == "mean":
-        last = max(max(tokens) for tokens in places) + 1  # the rest is padding
-        _, mean_of = word_matrices([places], last)  # 1 N T
+        last = max(max(tokens) for tokens in positions) + 1  # the rest is padding
+        _, mean_of = word_matrices([positions], last)  # 1 N T
         return on_cpu(mean_of.to(states.device) @ states[:, :last].float()).numpy()
-    return on_cpu(states[:, [tokens[0 if pool == "first" else -1] for tokens in places]]).numpy()
+    return on_cpu(states[:, [tokens[0 if pool == "first" else -1] for tokens in positions]]).numpy()
 
 
 def _room(shape: tuple[int, int, int]) -> Floats:

@@ -41,26 +41,18 @@ from torch import Tensor
 
 from clearhead.core.attention import Attention
 from clearhead.core.config import BIASES, ModelConfig
-from clearhead.core.taps import edit
-from clearhead.core.transformer import Transformer, evaluating
-from clearhead.errors import refuse
+from clearhead.core.transformer import Transformer
+from clearhead.errors import refuse, refuse_unknown
 from clearhead.hub import checkpoint, registry
 from clearhead.inside import inputs, names, results
-from clearhead.inside.ablation import (
-    Data,
-    How,
-    Means,
-    OnProgress,
-    ablating,
-    judge,
-    mean_activations,
-    means_for,
-    opened,
-)
+from clearhead.inside.ablation import Data, How, judge, mean_activations, means_for, opened
+from clearhead.inside.interventions import Values, ablating
 from clearhead.inside.names import AttentionHead, Heads, all_heads, as_heads, attentions, layer_names
+from clearhead.learn.evaluation.metrics import OnProgress
 from clearhead.learn.tasks.table import TASKS
 from clearhead.run.api import Model
 from clearhead.run.quant.apply import refuse_quantized
+from clearhead.variants.contexts import edit, evaluating
 
 
 @dataclass(frozen=True)
@@ -104,8 +96,7 @@ def importance(
     """Return |d loss / d mask| of every head and feed-forward, averaged over the rows of some data.
 
     Args:
-        m: what `load` gave; or a bare model, with `Examples`.
-        data: what `examples_from` takes, and `options` as there.
+        m, data, options: as for `examples_from`.
         normalise: divide the heads of each attention by their L2 norm, so that layers can be compared.
         on_progress: told how many batches are done.
     """
@@ -151,7 +142,7 @@ def ablate_each(
     m: inputs.AnyModel,
     data: Data,
     how: How = "zero",
-    means: Means | None = None,
+    means: Values | None = None,
     on_progress: OnProgress = lambda stage, done, total: None,
     **options: Any,
 ) -> HeadTable:
@@ -215,13 +206,13 @@ def prune(m: inputs.AnyModel, heads: Heads, whole_groups: bool = False) -> Model
 
 def units(config: ModelConfig) -> list[Unit]:
     """Return heads in units that go together: a key/value group, at all depths that share the weights."""
-    found: dict[tuple[str, int, int], list[names.AttentionHead]] = {}
+    groups: dict[tuple[str, int, int], list[names.AttentionHead]] = {}
     for attention in names.attentions(config):
         spec = names.spec_of(config, attention.kind)
         first, size = spec.block_of.index(spec.block_of[attention.layer]), spec.n_heads // spec.n_kv_heads
         for head in attention.heads:
-            found.setdefault((attention.kind, first, head.number // size), []).append(head)
-    return [tuple(unit) for unit in found.values()]
+            groups.setdefault((attention.kind, first, head.number // size), []).append(head)
+    return [tuple(unit) for unit in groups.values()]
 
 
 def least(
@@ -313,11 +304,11 @@ def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
             kept = [own.heads.index(head) for head in part.heads]
             groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
             for weight, (axis, grouped, width) in own.head_shares().items():
-                found = weights.get(f"{name}.{weight}")
-                if found is not None:
-                    places = torch.arange(found.shape[axis], device=found.device).view(-1, width)
-                    cut = places[groups if grouped else kept]  # rows, or columns, `width` for a head
-                    weights[f"{name}.{weight}"] = found.index_select(axis, cut.flatten())
+                tensor = weights.get(f"{name}.{weight}")
+                if tensor is not None:
+                    indices = torch.arange(tensor.shape[axis], device=tensor.device).view(-1, width)
+                    cut = indices[groups if grouped else kept]  # rows, or columns, `width` for a head
+                    weights[f"{name}.{weight}"] = tensor.index_select(axis, cut.flatten())
     return weights
 
 
@@ -345,7 +336,7 @@ def scores(
     **options: Any,
 ) -> HeadTable:
     """Return how much each head counts: by gradient, by the loss without it, or drawn at random."""
-    refuse(by not in get_args(By), f'by "{by}" is not known: choose {", ".join(get_args(By))}')
+    refuse_unknown("by", by, get_args(By))
     if by == "importance":
         return importance(m, data, on_progress=on_progress, **options).heads
     if by == "ablation":
@@ -369,8 +360,7 @@ def prune_curve(
     """Mask heads in the order in which they count, and measure loss and accuracy on the way.
 
     Args:
-        m: what `load` gave; or a bare model, with `Examples`.
-        data: what quality is measured on, and `options`, as for `examples_from`.
+        m, data, options: as for `examples_from`; quality is measured on this data.
         steps: points after the first; None: one for each head, or for each group of heads that go together.
         by: what decides the order: importance (by gradient), ablation (of each alone), random.
         seed: of the random order.
@@ -388,7 +378,7 @@ def prune_curve(
     waiting, gone = ranked(), list[names.AttentionHead]()
     count = len(waiting)
     points = sorted({round(share) for share in np.linspace(0, count, min(steps or count, count) + 1)})
-    found = []
+    points_measured = []
     for done, end in enumerate(points, start=1):
         going = end - (count - len(waiting))
         gone += [head for unit in waiting[:going] for head in unit]
@@ -398,7 +388,7 @@ def prune_curve(
             if recompute and by != "random" and waiting:
                 left = set(waiting)
                 waiting = [unit for unit in ranked() if unit in left]
-        found.append((len(gone), quality.loss, quality.accuracy))
+        points_measured.append((len(gone), quality.loss, quality.accuracy))
         on_progress("heads", done, len(points))
-    removed, losses, accuracies = zip(*found)
+    removed, losses, accuracies = zip(*points_measured)
     return PruneCurve(by, len(gone), removed, losses, accuracies, tuple(map(str, gone)))

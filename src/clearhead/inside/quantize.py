@@ -1,4 +1,4 @@
-"""A model of few bits, and what rounding cost: errors by layer, perplexity and divergence on a text.
+"""A quantized model, and what rounding cost: errors by layer, perplexity and divergence on a text.
 
     found = quantize(m, bits=4, text="book.txt", method="gptq")
     found.model.save("small")
@@ -11,19 +11,19 @@ Shapes: T tokens of a row, V vocabulary.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from clearhead.core.transformer import Transformer, evaluating
+from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.inside.inputs import device_of
 from clearhead.inside.long_text import LongText, read_text
 from clearhead.inside.results import Result
-from clearhead.learn.evaluation.metrics import perplexity
+from clearhead.learn.evaluation.metrics import OnProgress, perplexity
 from clearhead.run.api import Model
 from clearhead.run.quant.apply import (
     LayerError,
@@ -36,8 +36,8 @@ from clearhead.run.quant.apply import (
 from clearhead.run.quant.calibrate import moments
 from clearhead.run.quant.layers import quantized_parts
 from clearhead.run.quant.methods import CALIBRATED
+from clearhead.variants.contexts import evaluating
 
-OnProgress = Callable[[str, int, int], None]
 LENGTH = 512  # tokens of a row, at most
 
 
@@ -68,7 +68,7 @@ class Sensitivity(Result):
 
 @dataclass(frozen=True, eq=False)
 class QuantReport(Result):
-    """A model of few bits, and what rounding cost; None without a text."""
+    """A quantized model, and what rounding cost; None without a text."""
 
     json_names = (
         *("bits", "group", "symmetric", "method", "wide", "bytes_before", "bytes_after", "before", "after"),
@@ -78,36 +78,16 @@ class QuantReport(Result):
     model: Model
     plan: QuantPlan
     layers: tuple[LayerError, ...]
+    bits: int  # of a weight
+    group: int  # weights that share a scale
+    symmetric: bool  # the scales of layers of `bits` have no offset
+    method: str  # how codes were chosen
+    wide: tuple[str, ...]  # layers that keep more bits
     bytes_before: int  # of all weights
     bytes_after: int
     before: TextFigures | None
     after: TextFigures | None
     sensitivity: tuple[Sensitivity, ...] = ()  # most sensitive first; only where parts were to be chosen
-
-    @property
-    def bits(self) -> int:
-        """Bits of a weight."""
-        return self.plan.bits
-
-    @property
-    def group(self) -> int:
-        """Weights that share a scale."""
-        return self.plan.group
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the scales of layers of `bits` have no offset."""
-        return self.plan.grid_of(self.bits).symmetric
-
-    @property
-    def method(self) -> str:
-        """How codes were chosen."""
-        return self.plan.method
-
-    @property
-    def wide(self) -> tuple[str, ...]:
-        """The layers that keep more bits."""
-        return self.plan.wide
 
 
 def quantize(
@@ -140,17 +120,18 @@ def quantize(
         evaluation: tokens of the text to measure on, at most.
         on_progress: told what is being done, and how much of how much is.
     """
-    given = isinstance(text, str | Path) or len(text) > 0
-    plan = QuantPlan(bits, group, symmetric, method or ("gptq" if given else "imatrix"), _names(wide))
+    has_text = isinstance(text, str | Path) or len(text) > 0
+    named = () if isinstance(wide, int) else (wide,) if isinstance(wide, str) else tuple(wide)
+    plan = QuantPlan(bits, group, symmetric, method or ("gptq" if has_text else "imatrix"), named)
     refuse(m.towers is not None, f"{m.folder} has two towers: quantize one of them, {m.folder}/text")
     refuse(
-        not given and (plan.method in CALIBRATED or isinstance(wide, int)),
+        not has_text and (plan.method in CALIBRATED or isinstance(wide, int)),
         f"{'wide ' + str(wide) if isinstance(wide, int) else 'method ' + plan.method} needs a text: "
         "give text (on the command line --data FILE), or choose imatrix, rtn or hqq, and wide layers by name",
     )
     for name, value in (("calibration", calibration), ("evaluation", evaluation)):
         refuse(value < 2, f"{name} {value} must be 2 tokens or more")
-    read = _Rows(m, text, calibration, evaluation) if given else None
+    read = _Rows(m, text, calibration, evaluation) if has_text else None
     names = [name for name in linear_names(m.model) if plan.grid(name) is not None]
     seen = None if read is None else moments(m.model, read.rows(0, on_progress, "calibrating"), names)
     tried: tuple[Sensitivity, ...] = ()
@@ -164,21 +145,28 @@ def quantize(
     before = after = None
     if read is not None:
         before, after = read.compare(m.model, done.model, on_progress)
-    sizes = weight_bytes(m.model), weight_bytes(done.model)
-    return QuantReport(quantized, done.plan, tuple(done.layers), *sizes, before, after, tried)
-
-
-def _names(wide: int | Sequence[str]) -> tuple[str, ...]:
-    return () if isinstance(wide, int) else (wide,) if isinstance(wide, str) else tuple(wide)
+    return QuantReport(
+        quantized,
+        done.plan,
+        tuple(done.layers),
+        bits=done.plan.bits,
+        group=done.plan.group,
+        symmetric=done.plan.grid_of(done.plan.bits).symmetric,
+        method=done.plan.method,
+        wide=done.plan.wide,
+        bytes_before=weight_bytes(m.model),
+        bytes_after=weight_bytes(done.model),
+        before=before,
+        after=after,
+        sensitivity=tried,
+    )
 
 
 def weight_bytes(model: Transformer) -> int:
     """Return the bytes of all weights of a model, shared ones once."""
-    tensors: list[Tensor] = [*model.parameters()]
-    for part in quantized_parts(model).values():
-        tensors += [tensor for tensor in part.buffers() if tensor.numel()]
-    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
-    return sum(sizes.values())
+    parts = quantized_parts(model).values()
+    codes = (tensor for part in parts for tensor in part.buffers() if tensor.numel())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *codes)}.values())
 
 
 class _Rows:
@@ -234,8 +222,8 @@ def text_sums(reference: Tensor, log: Tensor, ids: Tensor) -> Tensor:
     loss = -log.gather(-1, targets[..., None]).sum()
     divergence = (reference.exp() * (reference - log)).sum()
     agreement = (reference.argmax(-1) == log.argmax(-1)).sum()
-    found = [targets.numel(), float(loss), float(divergence), float(agreement)]
-    return torch.tensor(found, dtype=torch.float64)
+    sums = [targets.numel(), float(loss), float(divergence), float(agreement)]
+    return torch.tensor(sums, dtype=torch.float64)
 
 
 def text_figures(sums: Tensor) -> TextFigures:

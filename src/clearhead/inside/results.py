@@ -28,12 +28,12 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values by name."""
-        found = {}
+        values = {}
         for entry in self.json_names or vars(self):
             name, _, key = entry.partition(" as ")
             value = getattr(self, name)
-            found[key or name] = plain(value() if callable(value) else value)
-        return found
+            values[key or name] = plain(value() if callable(value) else value)
+        return values
 
 
 def plain(value: Any) -> Any:

@@ -26,16 +26,16 @@ from torch import Tensor
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.dtypes import wide
-from clearhead.core.steps import Step
-from clearhead.core.taps import Listener, listening
-from clearhead.core.transformer import evaluating
+from clearhead.core.taps import Listener
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.tokens.text import label
-from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, as_model, prepare_any
+from clearhead.inside.inputs import AnyModel, Given, InputTokens, Prepared, Target, as_model, prepare
 from clearhead.inside.results import Result
 from clearhead.inside.trace_words import INPUTS, LEGEND, filled_words
 from clearhead.run.api import Model
+from clearhead.variants.contexts import evaluating, listening
 from clearhead.variants.costs import Cost, cost
+from clearhead.variants.steps import Step
 
 FIRST = 5  # values shown of each result
 RECENT = 12  # latest steps that are searched for the one that computed an activation
@@ -122,7 +122,7 @@ class Recorder:
         self.config, self.keep_values = config, keep_values
         self.steps: list[TraceStep] = []
         self._recent: deque[tuple[int, Tensor]] = deque(maxlen=RECENT)  # number of a step, and its value
-        self._experts: dict[str, tuple[list[Tensor], float]] = {}  # pieces of a step, and their seconds
+        self._experts: dict[str, tuple[list[Tensor], float]] = {}  # chunks of a step, and their seconds
         self._named = set[str]()
         self._clock = time.perf_counter()
 
@@ -132,11 +132,11 @@ class Recorder:
         if _EXPERT.search(name):
             if not public:
                 joined = _EXPERT.sub(".experts.", name)
-                pieces, before = self._experts.get(joined, ([], 0.0))
-                self._experts[joined] = ([*pieces, x], before + seconds)
+                chunks, before = self._experts.get(joined, ([], 0.0))
+                self._experts[joined] = ([*chunks, x], before + seconds)
         else:
-            for joined, (pieces, before) in self._experts.items():
-                self.note(joined, torch.cat(pieces), before)
+            for joined, (chunks, before) in self._experts.items():
+                self.note(joined, torch.cat(chunks), before)
             self._experts.clear()
             # An activation that a recent step has computed is this very tensor.
             step = next((number for number, value in reversed(self._recent) if public and value is x), None)
@@ -201,7 +201,7 @@ class Recorder:
 
 def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep, ...]:
     """Add the costs to the steps of the same name, or else to the last step of the same part."""
-    places = {step.name: number for number, step in enumerate(steps)}
+    numbers = {step.name: number for number, step in enumerate(steps)}
     last: dict[str, int] = {}  # by part: its last step
     for number, step in enumerate(steps):
         parts = step.name.split(".")
@@ -211,7 +211,7 @@ def priced(steps: Sequence[TraceStep], costs: Iterable[Step]) -> tuple[TraceStep
         part = step_cost.name
         while part and part not in last:
             part = part.rpartition(".")[0]
-        taken.setdefault(places.get(step_cost.name, last.get(part, len(steps) - 1)), []).append(step_cost)
+        taken.setdefault(numbers.get(step_cost.name, last.get(part, len(steps) - 1)), []).append(step_cost)
     return tuple(
         replace(
             step,
@@ -303,7 +303,9 @@ def answer_steps(
     shares = options.reshape(len(questions), -1).cpu()
 
     def choice(row: int, number: int) -> Choice:
-        return Choice(_answer_name(m, tokens, number), number, float(shares[row, number]))
+        names = tokens.labels if head == "span" else m.class_names
+        name = label(m.tokenizer, number) if head in ("lm", "mlm") else names[number]
+        return Choice(name, number, float(shares[row, number]))
 
     predictions = []
     for row, (best, following) in enumerate(zip(shares.topk(top).indices.tolist(), follows)):
@@ -314,20 +316,13 @@ def answer_steps(
     return tuple(predictions)
 
 
-def _answer_name(m: Model, tokens: InputTokens, number: int) -> str:
-    """Return the name of an answer: a token, a class, or the token at a position."""
-    if m.config.head in ("lm", "mlm"):
-        return label(m.tokenizer, number)
-    return tokens.labels[number] if m.config.head == "span" else m.class_names[number]
-
-
 # The whole trace --------------------------------------------------------------------------------------------
 
 
 __all__ = ["Peek", "Prediction", "Trace", "TraceRow", "TraceStep", "trace"]
 
 
-class Sums:
+class Sums(Result):
     """The figures of several steps, added up."""
 
     steps: tuple[TraceStep, ...]
@@ -389,6 +384,11 @@ class TraceRow(Sums):
 class Trace(Sums):
     """One forward pass of one model."""
 
+    json_names = (
+        *("tokens", "source_tokens", "legend", "figures as totals", "difference", "steps", "groups"),
+        "predictions",
+    )
+
     steps: tuple[TraceStep, ...]
     tokens: tuple[str, ...]  # labels of the input of the stack that feeds the head
     source_tokens: tuple[str, ...]  # labels of the input of the encoder before it, if any
@@ -439,18 +439,10 @@ class Trace(Sums):
                 rows.append(TraceRow(step.name, step.title, step.level, (step,)))
         return tuple(rows)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, without the values of steps and the logits."""
-        return {
-            "tokens": list(self.tokens),
-            "source_tokens": list(self.source_tokens),
-            "legend": self.legend,
-            "totals": self.figures(),
-            "difference": self.difference,
-            "steps": [step.to_dict() for step in self.steps],
-            "groups": [row.to_dict() for row in self.rows(depth=3) if row.step is None],
-            "predictions": [prediction.to_dict() for prediction in self.predictions],
-        }
+    @property
+    def groups(self) -> list[TraceRow]:
+        """Stacks, blocks and sublayers."""
+        return [row for row in self.rows(depth=3) if row.step is None]
 
 
 def trace(
@@ -465,18 +457,14 @@ def trace(
     """Run one input through the model and return its forward pass as a list of steps.
 
     Args:
-        m: what `load` returned, or a bare model, which takes ids, pixels or numbers.
-        given: text or token ids; for other models an image or numbers [T, d_input]. With two stacks, the
-            input of the encoder.
-        target: what the decoder of two stacks has written so far; None: what it writes greedily.
-        pair: the second text of a pair, for an encoder.
+        m, given, target, pair: as for `prepare`; numbers [T, d_input] too.
         top: number of candidates to show.
         keep_values: keep the tensor of every step, of the named steps, or what a function makes of each;
             other steps keep a summary only.
     """
     m = as_model(m)
     refuse(top < 1, f"top {top} must be 1 or more: it is the number of candidates shown")
-    prepared = prepare_any(m, given, target, pair)
+    prepared = prepare(m, given, target, pair, numbers=True)
     tokens, source = prepared.tokens, prepared.source_tokens
     with torch.no_grad(), evaluating(m.model):
         expected = prepared.record()[0].required_logits  # first, to warm up before steps are timed

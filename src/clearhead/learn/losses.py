@@ -35,26 +35,42 @@ CPU_LOGITS = 2**24  # computed at once, at most; on a GPU more, see `default_chu
 LARGE_VOCABULARY = 2**13  # from this size on our own kernel is faster than the compiler's
 
 
+def token_losses(
+    head: heads.LanguageHead, hidden: Tensor, targets: Tensor, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return the positions [N] of [B, T] that have a target, and the cross-entropy of each [N].
+
+    Logits are those of `chunk` positions at a time, and computed again for their gradient; 0: of all.
+    """
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    positions = (flat != IGNORE).nonzero()[:, 0]
+
+    def cross_entropies(some: Tensor) -> Tensor:
+        return nnf.cross_entropy(dtypes.wide(head(rows[some], None)), flat[some], reduction="none")
+
+    if not chunk or len(positions) <= chunk:
+        return positions, cross_entropies(positions)
+    again = torch.is_grad_enabled()
+    return positions, torch.cat(
+        [
+            checkpoint(cross_entropies, some, use_reentrant=False) if again else cross_entropies(some)
+            for some in torch.split(positions, chunk)
+        ]
+    )
+
+
 def answer_logprobs(head: heads.LanguageHead, hidden: Tensor, batch: Batch, chunk: int) -> Tensor:
     """Return the log-probability of the targets of a row's two documents: [B, T, D] -> [B, 2]."""
     assert batch.documents is not None
-    flat, targets = hidden.reshape(-1, hidden.shape[-1]), batch.targets.reshape(-1)
-    asked = (targets != IGNORE).nonzero()[:, 0]
+    positions, each = token_losses(head, hidden, batch.targets, chunk)
+    slots = batch.documents.reshape(-1)[positions] + 2 * (positions // batch.targets.shape[1])
+    return each.new_zeros(2 * len(batch)).index_add(0, slots, -each).view(-1, 2)
 
-    def logprobs(rows: Tensor, wanted: Tensor) -> Tensor:
-        return -nnf.cross_entropy(dtypes.wide(head(rows, None)), wanted, reduction="none")
 
-    several = bool(chunk) and len(asked) > chunk and torch.is_grad_enabled()
-    parts = torch.split(asked, chunk) if chunk else (asked,)
-    found = [
-        checkpoint(logprobs, flat[some], targets[some], use_reentrant=False)
-        if several
-        else logprobs(flat[some], targets[some])
-        for some in parts
-    ]
-    slots = batch.documents.reshape(-1)[asked] + 2 * (asked // batch.targets.shape[1])
-    each = torch.cat(found)
-    return each.new_zeros(2 * len(batch)).index_add(0, slots, each).view(-1, 2)
+def vocabulary_losses(head: heads.LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Return the cross-entropy of each row: states [B, T, D], targets [B, T] -> [B]."""
+    positions, each = token_losses(head, hidden, targets, chunk)
+    return each.new_zeros(targets.numel()).index_put((positions,), each).view(targets.shape).sum(1)
 
 
 def arguments_for(model: transformer.Transformer, batch: Batch) -> dict[str, Tensor]:
@@ -77,15 +93,12 @@ def batch_loss(
 ) -> tuple[Tensor, int]:
     """Return the loss summed over the targets of `batch`, and the number of targets.
 
-    Args:
-        model: compiled or not; the loss of a compiled model is compiled too.
-        batch: on the model's device.
-        smoothing: share of each target that is spread evenly over all classes, padding excluded.
-        chunk: positions whose logits are computed at a time, for lm and mlm; 0: all; None: by the vocabulary.
-        balance: weight of the losses of routers, in training: that which spreads tokens evenly over experts,
-            and that which teaches scores which tokens go through a layer.
-        own_loss: the task's own, summed over the targets; None: the cross-entropy of the head.
-        total: sums a value over the processes that share the rows of a batch.
+    The loss of a compiled model is compiled too. `smoothing` is the share of each target that is spread
+    evenly over all classes. `chunk` positions are scored at a time, for lm and mlm (0: all; None: by the
+    vocabulary). `balance` is the weight of the losses of routers, in training: that which spreads tokens
+    evenly over experts, and that which teaches scores which tokens go through a layer. `own_loss` is the
+    task's own (None: the cross-entropy of the head); `total` sums a value over the processes that share the
+    rows of a batch.
     """
     config, arguments = model.config, arguments_for(model, batch)
     if own_loss is None and isinstance(model.head, heads.LanguageHead):
@@ -97,7 +110,7 @@ def batch_loss(
         loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled, count)
     else:
         if own_loss is None:
-            loss = head_loss(config.head)(model(**arguments).required_logits, batch, smoothing)
+            loss = head_loss(config.head, model(**arguments).required_logits, batch, smoothing)
         else:
             loss = own_loss(model, batch)
         loss = loss / model.main.copies
@@ -148,53 +161,13 @@ def span_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
     return -((1 - smoothing) * chosen + smoothing * even).masked_fill(targets == IGNORE, 0).sum() / 2
 
 
-def class_loss(logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-    """Return the summed cross-entropy of classes or tags: see `summed`."""
-    return summed(logits, batch.targets, smoothing)
-
-
-def class_answers(logits: Tensor, batch: Batch) -> Answered:
-    """Return the best class of each row, and the right one."""
-    return logits.argmax(-1)[:, None].tolist(), batch.targets[:, None].tolist()
-
-
-def tag_answers(logits: Tensor, batch: Batch) -> Answered:
-    """Return the best tags of each row's words, and the right ones."""
-    asked = batch.targets != IGNORE
-    best, right = (
-        [row[where].tolist() for row, where in zip(rows, asked)]
-        for rows in (logits.argmax(-1), batch.targets)
-    )
-    return best, right
-
-
-def span_answers(logits: Tensor, batch: Batch) -> Answered:
-    """Return the best first and last token of each row's answer, and the right ones."""
-    scores = logits if batch.mask is None else logits.masked_fill(~batch.mask[..., None], -torch.inf)
-    return scores.argmax(1).tolist(), batch.targets.tolist()
-
-
-def head_loss(head: str | None) -> Callable[[Tensor, Batch, float], Tensor]:
-    """Return the usual loss of a head without a vocabulary: (logits, batch, smoothing) -> [], summed."""
-    return _of_head(head)[0]
-
-
-def head_answers(head: str | None) -> Callable[[Tensor, Batch], Answered]:
-    """Return the function from the logits of a head without a vocabulary to answers and the right ones."""
-    return _of_head(head)[1]
-
-
-def _of_head(head: str | None) -> tuple[Callable[[Tensor, Batch, float], Tensor], Callable[..., Answered]]:
-    usual = {
-        "classifier": (class_loss, class_answers),
-        "tagger": (class_loss, tag_answers),
-        "span": (span_loss, span_answers),
-    }
+def head_loss(head: str | None, logits: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """Return the usual loss of a head without a vocabulary, summed over the targets: []."""
     refuse(
-        head not in usual,
+        head not in ("classifier", "tagger", "span"),
         f'a model with head "{head}" has no loss: train one with lm, mlm, classifier, tagger or span',
     )
-    return usual[str(head)]
+    return span_loss(logits, batch, smoothing) if head == "span" else summed(logits, batch.targets, smoothing)
 
 
 def vocabulary_loss(
@@ -214,11 +187,11 @@ def vocabulary_loss(
     """
     rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if some and count is None:
-        asked = (targets != IGNORE).nonzero()[:, 0]
-        rows, targets = rows[asked], targets[asked]  # N D, N
+        positions = (targets != IGNORE).nonzero()[:, 0]
+        rows, targets = rows[positions], targets[positions]  # N D, N
     elif count is not None and count < len(targets):
-        asked = torch.sort(targets == IGNORE, stable=True).indices[:count]
-        rows, targets = rows[asked], targets[asked]  # N D, N
+        positions = torch.sort(targets == IGNORE, stable=True).indices[:count]
+        rows, targets = rows[positions], targets[positions]  # N D, N
     of_rows = functools.partial(_row_loss_for(head, rows, compiled, compiled or count is not None), head)
     chunks = math.ceil(rows.shape[0] / chunk) if chunk else 1
     if chunks <= 1:
@@ -290,8 +263,8 @@ class _InChunks(torch.autograd.Function):
             total += loss.detach()
             with torch.autocast(rows.device.type, enabled=False):  # as in any backward pass
                 gradient[chunk], *of_weights = torch.autograd.grad(loss, (here, *trained))
-            for so_far, found in zip(sums, of_weights):
-                so_far += found
+            for so_far, gradient_of in zip(sums, of_weights):
+                so_far += gradient_of
         ctx.save_for_backward(gradient, *(so_far.to(weight.dtype) for so_far, weight in zip(sums, trained)))
         return total
 
@@ -311,10 +284,10 @@ def balance_loss(
     It covers all layers of a training pass, and is least when tokens spread evenly over the experts. `mask`
     [B, T] leaves padding out. Where rows are shared out, `total` sums counts, and losses add up.
     """
-    found = routing.tally(model, mask)
-    if found is None:
+    choices = routing.tally(model, mask)
+    if choices is None:
         return torch.zeros(())
-    return routing.imbalance(found, total(routing.counts_of(found)))
+    return routing.imbalance(choices, total(routing.counts_of(choices)))
 
 
 def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:

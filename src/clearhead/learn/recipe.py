@@ -20,20 +20,23 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.typed import (
+from clearhead.errors import (
+    ConfigError,
+    InputError,
     check_names,
     check_type,
     check_types,
     check_values,
     from_plain,
     hints_of,
+    nearest,
     plain,
+    refuse,
     shaped,
 )
-from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.hub.tokens import TokensPlan
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.parallel.plan import ParallelPlan
+from clearhead.learn.parallel import ParallelPlan
 
 BASE = "base"  # the one key of [model] that is no field of the config
 Settings: TypeAlias = Mapping[str, Any] | Iterable[str]  # {"train.steps": 30}, or "train.steps=30" strings
@@ -201,13 +204,12 @@ class Recipe:
     def from_tables(cls, tables: Mapping[str, Mapping[str, Any]]) -> Self:
         """Build a recipe from plain values by section and key."""
         _check_sections(tables)
-        made: dict[str, Any] = {
-            section: dict(values)
-            if section == "model"
-            else from_plain(SECTIONS[section], values, f"[{section}]")
+        plans: dict[str, Any] = {
+            section: from_plain(SECTIONS[section], values, f"[{section}]")
             for section, values in tables.items()
+            if section != "model"
         }
-        return cls(**made)
+        return cls(model=dict(tables.get("model", {})), **plans)
 
     def to_toml(self) -> str:
         """Write the recipe as TOML: every key, its value and its meaning."""
@@ -238,11 +240,10 @@ def read_recipe(name: str | Path | Recipe | None, settings: Settings = ()) -> Re
 
 def recipe_names() -> dict[str, str]:
     """Return the names of the recipes that come with clearhead, each with its first line."""
+    files = sorted((resources.files("clearhead.learn") / "recipes").iterdir(), key=lambda path: path.name)
     return {
         path.name.removesuffix(".toml"): path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
-        for path in sorted(
-            (resources.files("clearhead.learn") / "recipes").iterdir(), key=lambda path: path.name
-        )
+        for path in files
         if path.name.endswith(".toml")
     }
 
@@ -335,12 +336,12 @@ def _written(section: str, table: Any) -> str:
 
 @functools.cache
 def _comments(cls: type) -> dict[str, str]:
-    """Return the comment beside each field in the source of a dataclass and of its bases."""
-    found: dict[str, str] = {}
+    """Return the comment next to each field in the source of a dataclass and of its bases."""
+    comments: dict[str, str] = {}
     for part in filter(dataclasses.is_dataclass, cls.__mro__):
         with suppress(OSError):  # no source is there
-            found |= dict(FIELD_COMMENT.findall(inspect.getsource(part)))
-    return found
+            comments |= dict(FIELD_COMMENT.findall(inspect.getsource(part)))
+    return comments
 
 
 def _toml(value: Any) -> str:

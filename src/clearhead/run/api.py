@@ -13,7 +13,7 @@ from clearhead.hub import checkpoint, peft
 from clearhead.hub.checkpoint import local_or_downloaded, read_tokenizer_and_settings
 from clearhead.hub.preprocessor import Image
 from clearhead.hub.towers import has_towers, load_towers
-from clearhead.learn.tasks import chat, generation, reading, results, speech, towers
+from clearhead.learn.tasks import generation, reading, results, speech, towers
 from clearhead.learn.tasks.generation import (
     Cancel,
     GenerateOptions,
@@ -171,7 +171,7 @@ class Model(Bundle):
         hooks = Hooks(options.pop("on_text", None), options.pop("cancel", None), options.pop("draft", None))
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
-        return chat.chat(self, messages, options, hooks)
+        return generation.chat(self, messages, options, hooks)
 
     def score(self, text: One, source: One | None = None) -> Score:
         """Return the log-probability of each token of a text; with an encoder, given a `source`."""
@@ -341,7 +341,7 @@ def load(
         adapted.adapters.use(path.name)
         return adapted
     if parallel is not None:
-        from clearhead.learn.parallel.inference import split_for_use  # takes seconds to import
+        from clearhead.learn.parallel.split import split_for_use  # takes seconds to import
 
         empty, unread = open_empty(path, cast, tokenizer)
         refuse_quantized(empty.model, "split over processes")

@@ -15,7 +15,6 @@ from tokenizers import Encoding, Tokenizer
 from torch import Tensor
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.taps import unwrapped
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, refuse
 from clearhead.hub import checkpoint, files, quantized
@@ -31,12 +30,13 @@ from clearhead.hub.tokenizer import check_infilling, encode, framed, save_tokeni
 from clearhead.hub.tokens.text import clean, decoded
 from clearhead.hub.towers import JoinedTowers
 from clearhead.hub.weights import Outgoing, write_tensors
-from clearhead.learn.batches.padding import padded, real_tokens
+from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
 from clearhead.run.generate.engine import Engine
 from clearhead.run.generate.request import own_options
 from clearhead.run.kernels.lora import merged
 from clearhead.run.quant.layers import few_bits, quantized_parts
+from clearhead.variants.contexts import unwrapped
 
 SHARD_SIZE = 5_000_000_000
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -350,7 +350,7 @@ class Bundle:
         self, folder: Path, described: checkpoint.Description, tensors: Mapping[str, Outgoing]
     ) -> None:
         """Write all of a directory but the weights, which are written as `tensors`."""
-        checkpoint.write_config(folder, self.towers or described, tensors)
+        checkpoint.write_config(folder, (self.towers or described).theirs, tensors)
         if self.tokenizer is not None:
             save_tokenizer(folder, self.tokenizer, self.special, self.settings, self.config.max_positions)
         generation = self._stated if self.generation else {}

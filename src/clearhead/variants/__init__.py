@@ -1,5 +1,5 @@
 """Variants: parts that build on the core, which finds them by name (`core.config.registry`).
 
 kinds (of attention): blocks and block_attention, global_attention, linear, gated_delta. Positions, fronts,
-routing (experts, depth), caches. Models of two towers. Presets, and the costs of any model.
+routing (experts, depth), heads, caches. Models of two towers. Presets; steps and costs, of any model.
 """

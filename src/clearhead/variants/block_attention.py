@@ -2,11 +2,11 @@
 
 Each block of queries gathers the blocks of keys that it meets; strided attention adds columns. Or else
 `attending(model, "flex")` asks for PyTorch's `flex_attention`, which compiles a kernel and gathers nothing. A
-CPU has no backward pass of that one, and none is asked of it there.
+CPU has no backward pass of that one, and none is needed there.
 
 Tokens whose positions leave the same remainder by the step of strided attention stand in one column. Columns
-are attended each by itself, so that T tokens and steps of √T take T·√T products. Both answers are joined by
-the sums of their softmaxes.
+are attended each by itself, so that T tokens and steps of √T take T·√T dot products. Both answers are joined
+by the sums of their softmaxes.
 
 Shapes: B batch, H heads, K key/value heads, T queries, S keys, E head width, b tokens of a block, N blocks of
 queries, M blocks of keys that each of them meets, G global queries of a row, R remainders, Q queries and
@@ -23,13 +23,13 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.core.attention import fused
+from clearhead.core.attention import fused, of_heads, scores_of
 from clearhead.core.dtypes import wide
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-AT_ONCE = 1 << 24  # values of gathered keys in one product, where nothing is kept for a backward pass
+AT_ONCE = 1 << 24  # values of gathered keys in one matmul, where nothing is kept for a backward pass
 DYNAMIC = True  # flex: one kernel for all lengths; else each length is compiled anew
 
 
@@ -87,7 +87,7 @@ class BlockPlan:
             return z
         slots = self.globals.expand(q.shape[0], -1)[:, None, :, None]
         picked = q.gather(2, slots.expand(-1, q.shape[1], -1, q.shape[3]))
-        full = attend(picked, k, v, self.global_mask, _of_heads(self.global_bias, heads))
+        full = attend(picked, k, v, self.global_mask, of_heads(self.global_bias, heads))
         return z.scatter(2, slots.expand(-1, q.shape[1], -1, z.shape[3]), full)
 
     def _gathered(
@@ -115,7 +115,7 @@ class BlockPlan:
         for row in range(B):
             of_plan = row if rows > 1 else 0
             index, mask = self.index[of_plan], allowed[of_plan, :, None]
-            bias = None if self.bias is None else _of_heads(self.bias[of_plan], heads)
+            bias = None if self.bias is None else of_heads(self.bias[of_plan], heads)
             for start in range(0, N, some):
                 part = slice(start, start + some)
                 k_met, v_met = (
@@ -126,17 +126,8 @@ class BlockPlan:
         return torch.cat(answers).view(B, N, H, b, -1).transpose(1, 2).flatten(2, 3)[:, :, :T]  # B H T Ev
 
 
-def _of_heads(bias: Tensor | None, heads: list[int] | None) -> Tensor | None:
-    return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
-
-
 def attend_columns(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    columns: Columns,
-    attend: Callable[..., Tensor],
-    heads: list[int] | None,
+    q: Tensor, k: Tensor, v: Tensor, columns: Columns, attend: Callable[..., Tensor], heads: list[int] | None
 ) -> Tensor:
     """Attend within columns; `attend` answers as `summed` does: [B, H, T, Ev+1]."""
     B, R = len(q), columns.mask.shape[1]
@@ -150,9 +141,7 @@ def attend_columns(
         """[B|1, R, ...] -> [B·R, ...]."""
         return x.expand(B, *x.shape[1:]).flatten(0, 1)
 
-    bias = None if columns.bias is None else each(columns.bias)
-    if bias is not None and heads is not None and bias.shape[1] > 1:
-        bias = bias[:, heads]
+    bias = None if columns.bias is None else of_heads(each(columns.bias), heads)
     q = picked(q, columns.queries)
     k, v = picked(k, columns.keys), picked(v, columns.keys)
     z = attend(q, k, v, each(columns.mask)[:, None], bias)  # B·R H Q Ev+1
@@ -173,15 +162,8 @@ def summed(
     dropout: float,
 ) -> Tensor:
     """Attend as `eager` does; the last column is the logarithm of the sum of a softmax: [B, H, T, Ev+1]."""
-    B, H, T, E = q.shape
-    K, S = k.shape[1:3]
-    scores = (q.reshape(B, K, H // K * T, E) @ k.transpose(-2, -1)).view(B, H, T, S)
-    scores = scores * (E**-0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if bias is not None:
-        scores = scores + bias
-    scores = wide(scores)
+    (B, H, T, _), (K, S) = q.shape, k.shape[1:3]
+    scores = wide(scores_of(q, k, bias, scale, softcap))
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     total = scores.logsumexp(-1, keepdim=True)
     pattern = (scores - total).exp().masked_fill(~mask, 0.0).to(q.dtype)

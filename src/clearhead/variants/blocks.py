@@ -11,7 +11,7 @@ queries, M blocks of keys that each of them meets, G global queries of a row.
 import functools
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as nnf
@@ -21,7 +21,6 @@ from clearhead.core import masks
 from clearhead.core.config import BIASES, StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.stack import Stack
-from clearhead.core.steps import Pass
 from clearhead.variants.block_attention import BlockPlan, Columns
 from clearhead.variants.kinds import Blocks, Strided
 
@@ -110,13 +109,7 @@ def plan_blocks(
 
 
 def _planned(
-    size: int,
-    queries: masks.Tokens,
-    keys: masks.Tokens,
-    kind: Kind,
-    causal: bool,
-    bias: Bias,
-    flexible: bool,
+    size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias, flexible: bool
 ) -> BlockPlan | None:
     alike = (queries.order, keys.order, *(() if queries.globals is None else (queries.globals,)))
     rows = max(x.shape[0] for x in alike)
@@ -251,7 +244,7 @@ def _meeting_blocks(
     block = keys.positions // kind.size + ((keys.order - keys.positions) // kind.size).clamp(min=0)
     near = [queries.positions // kind.size + step for step in range(-half, half + 1)]
     wanted = torch.stack(
-        [*near, *kind.random_blocks(queries.positions, queries.totals, causal)], dim=-1
+        [*near, *kind.random_blocks(queries.positions, queries.totals, causal, kind.random_offsets())], dim=-1
     )  # B T wanted
     wanted, count = wanted + before[..., None], int(block.amax()) + 1
     assert queries.real is not None and keys.real is not None
@@ -303,11 +296,7 @@ def _with_globals(
 
 
 def plan_columns(
-    queries: masks.Tokens,
-    keys: masks.Tokens,
-    kind: Strided,
-    causal: bool,
-    bias: Callable[[masks.Tokens, masks.Tokens], Tensor | None],
+    queries: masks.Tokens, keys: masks.Tokens, kind: Strided, causal: bool, bias: Bias
 ) -> Columns:
     """Return the columns of tokens whose padding is spelled out in each row."""
     of_queries, of_keys = (_columns(tokens, kind.step) for tokens in (queries, keys))
@@ -343,32 +332,3 @@ def _columns(tokens: masks.Tokens, step: int) -> Tensor:
     within = torch.arange(longest, device=real.device)
     slots = order.gather(1, (starts[:, :, None] + within).clamp(max=length - 1).flatten(1))
     return torch.where((within < sizes[:, :, None]).flatten(1), slots, -1)
-
-
-class BlockCost(NamedTuple):
-    """What attending by blocks costs: pairs of a query and a key, bytes kept, queries that see all."""
-
-    pairs: int
-    kept: int
-    whole: int
-
-
-def block_cost(spec: StackSpec, run: Pass, kind: Kind, T: int, H: int, K: int) -> BlockCost | None:
-    """Return the cost on rows of T tokens without padding; None where a dense mask is made."""
-    blocks = plain_blocks(kind, T, spec.causal)
-    if blocks is None:
-        return None
-    size, count, whole = blocks  # of queries, so many see all keys
-    B, E, Ev = run.batch, spec.d_head, spec.d_value
-    queries, met = (T + size - 1) // size * size, size * count
-    pairs = queries * met + whole * T
-    # Gathered keys and values, queries and answers by blocks, log-sums, masks.
-    gathered = queries // size * met * K * (E + Ev) * run.size
-    eager = spec.attention_softcap is not None or spec.attention_sink
-    mask = (B * queries * met + whole * T) * (1 if eager else run.size)
-    kept = B * (gathered + (queries + whole) * H * ((E + Ev) * run.size + 4)) + mask
-    if isinstance(kind, Strided):  # scores, their exponentials, the pattern, and both answers with sums
-        kept += B * H * (pairs * (2 * run.wide + run.size) + 2 * T * (Ev + 2) * run.wide)
-    if whole:  # they read all of q, k and v
-        kept += B * T * (H * E + K * (E + Ev)) * run.size
-    return BlockCost(pairs, kept, whole)

@@ -1,4 +1,6 @@
-"""Caches that forget: `WindowCache`, and `StreamCache` for sequences without end.
+"""Caches that forget: states in place of keys, `WindowCache`, and `StreamCache` for sequences without end.
+
+`StateKeys` are of constant size, for kinds of attention that keep a state of all earlier tokens.
 
 A `WindowCache` keeps the keys of the window of each layer. A `StreamCache` keeps the first tokens of each
 row, the sinks, and its last ones, and attends to them as if they were a sequence of their own: positions are
@@ -9,7 +11,8 @@ query they stand just before the ring.
 Shapes: B batch, K key/value heads, T new tokens, S all tokens, N sinks, E head width.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,9 +20,83 @@ from torch import Tensor
 from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import TABLES, ModelConfig
 from clearhead.core.config.kinds import Full, Kind, Windowed
-from clearhead.core.masks import Slots, Tokens, empty_slots, join, next_order
+from clearhead.core.masks import Tokens, join, next_order
 from clearhead.core.positions import RopePositions, Rotary, rotate
 from clearhead.errors import InputError, refuse
+
+
+@dataclass(frozen=True)
+class Slots(Tokens):
+    """The tokens in the slots of a buffer: padding and documents are always spelled out."""
+
+    real: Tensor
+    documents: Tensor
+    plain: bool = False
+
+
+def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:
+    """Return slots that hold no token yet."""
+    zeros = torch.zeros(batch, slots, dtype=torch.long, device=device)
+    return Slots(zeros, zeros.clone(), torch.zeros_like(zeros, dtype=torch.bool), zeros.clone())
+
+
+class StateKeys(LayerKeys):
+    """What a layer keeps in place of keys: tensors of constant size, each with a row per row of the batch.
+
+    `buffers` never move: states are copied into them, and `begins` are the values that they have at first.
+    `chunks` are the states of several sequences that stand side by side in one row.
+    """
+
+    steps_back = False
+    bounded = True
+
+    def __init__(
+        self,
+        buffers: Sequence[Tensor] = (),
+        begins: Sequence[float] = (),
+        chunks: Sequence["StateKeys"] = (),
+    ) -> None:
+        self.state, self.begins, self.chunks = tuple(buffers), begins, chunks
+        self.k = self.v = self.state[0] if buffers else None  # for the number of rows
+
+    def keep(self, *state: Tensor) -> None:
+        """Keep this state, the answer of the call in progress."""
+        if self.begins:
+            for buffer, new in zip(self.state, state):
+                buffer.copy_(new.detach())
+            return
+        # Copies, since each may be a part of all the states of a pass.
+        self.state = tuple(part.detach().clone() for part in state)
+        self.k = self.v = self.state[0]
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all that is kept."""
+        return self.state
+
+    def follow(self, tokens: Tokens | None) -> None:
+        """Begin anew where no token is left."""
+        if tokens is None and self.begins:
+            for buffer, value in zip(self.state, self.begins):
+                buffer.fill_(value)
+        elif tokens is None:
+            self.state, self.k, self.v = (), None, None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        if self.state:
+            self.keep(*(part[rows] for part in self.state))
+
+
+def latest(tokens: Tokens, count: int) -> Tokens:
+    """Return the last `count` slots, and before them the last real token of each row to count on from.
+
+    As long as there are no more than twice as many, all are returned.
+    """
+    if tokens.length <= 2 * count:
+        return tokens
+    gone, kept = tokens.map(lambda x: x[:, :-count]), tokens.map(lambda x: x[:, -count:])
+    last = torch.where(gone.real_mask(), gone.order, -1).argmax(1, keepdim=True)  # B 1
+    return join(gone.map(lambda x: x.expand(len(last), -1).gather(1, last)), kept)
 
 
 class WindowCache(Cache):
@@ -35,13 +112,11 @@ class WindowCache(Cache):
     def __init__(self, reserve: int = 0) -> None:
         super().__init__(reserve)
         self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
-        self._before: dict[Kind, Slots] = {}  # the ring before the call in progress
+        self._before: dict[Kind, Tokens] = {}  # the ring before the call in progress
 
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
-        """Return the self-attention keys of one layer."""
-        if kind.reach is None:
-            return super().layer(index, kind)
-        return self.layers.setdefault(index, RingKeys(self, kind))
+    def policy(self, index: int, kind: Kind) -> LayerKeys:
+        """Choose a ring for a layer with a window."""
+        return super().policy(index, kind) if kind.reach is None else RingKeys(self, kind)
 
     def begin(self, tokens: Tokens) -> None:
         """Prepare for new tokens; each ring is written when the first layer with its window asks."""
@@ -103,74 +178,93 @@ class WindowCache(Cache):
         real = self.tokens.real if self.tokens is not None else None
         count = length if real is None else next_order(self.tokens, real.shape[0], real.device)
         for kind, ring in self.rings.items():
-            self.rings[kind] = replace(ring, real=ring.real & (ring.order < count))
+            self.rings[kind] = replace(ring, real=ring.real_mask() & (ring.order < count))
 
 
 class RingKeys(LayerKeys):
-    """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept."""
+    """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept.
+
+    In a stream, the sinks move: they are rotated anew for each query.
+    """
 
     bounded = True
+    cache: WindowCache
+    first: Tensor | None = None  # B K N+1 E: the sinks where they stood, and one slot for all else
 
-    def __init__(self, cache: WindowCache, kind: Kind) -> None:
-        self.cache, self.kind = cache, kind
+    def __init__(
+        self, cache: WindowCache, kind: Kind, stream: "StreamCache | None" = None, rotated: Kind | None = None
+    ) -> None:
+        """Make the keys of a layer; in a `stream`, `rotated` is its kind of attention if it rotates keys."""
+        super().__init__(cache)
+        self.kind, self.stream, self.rotated = kind, stream, rotated
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write into the ring; return it, or for several tokens the ring as it was and then the new keys."""
-        B, K, T, _ = k.shape
+        """Write into the ring; return it, or for several tokens all that `visible` describes."""
+        B, K, T, E = k.shape
         if self.k is None or self.v is None:
-            self.k = k.new_zeros(B, K, self.kind.slots, k.shape[3])
+            self.k = k.new_zeros(B, K, self.kind.slots, E)
             self.v = v.new_zeros(B, K, self.kind.slots, v.shape[3])
         slot = self.cache.slots[self.kind].expand(B, T)[:, None, :, None]
         k, v = k.detach(), v.detach()
-        whole = None if T == 1 else (torch.cat([self.k, k], dim=2), torch.cat([self.v, v], dim=2))
-        self.k.scatter_(2, slot.expand(-1, K, -1, k.shape[3]), k)
+        keys, values = (self.k, self.v) if T == 1 else (torch.cat([self.k, k], 2), torch.cat([self.v, v], 2))
+        self.k.scatter_(2, slot.expand(-1, K, -1, E), k)
         self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
-        return whole or (self.k, self.v)
+        N = 0 if self.stream is None else self.stream.sinks
+        if self.rotated is not None and N:
+            if self.first is None:
+                self.first = k.new_zeros(B, K, N + 1, E)
+            self.first.scatter_(2, slot.clamp(max=N).expand(-1, K, -1, E), k)
+        if self.stream is None or not self.stream.moves:
+            return keys, values
+        sinks = (self.k if self.first is None else self.first)[:, :, None, :N].expand(-1, -1, T, -1, -1)
+        if self.rotated is not None:
+            rotation = Rotary(*(part[..., None, :] for part in self.stream.rotations[self.rotated]))
+            sinks = rotate(sinks, rotation, self.stream.spec.rope_layout)  # B K T N E
+        if T == 1:
+            self.k[:, :, :N] = sinks[:, :, 0]
+            return keys, values
+        kept = self.v[:, :, None, :N].expand(-1, -1, T, -1, -1)
+        return torch.cat([keys, sinks.flatten(2, 3)], 2), torch.cat([values, kept.flatten(2, 3)], 2)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Replace row i by row `rows[i]`."""
+        super().reorder(rows)
+        self.first = None if self.first is None else self.first[rows]
 
 
 def check_stream(config: ModelConfig, window: int, sinks: int) -> None:
     """Raise `InputError` where a model cannot attend to the first and the last tokens of a text alone."""
-    refuse(
-        config.decoder is None or config.encoder is not None,
-        "streaming is for a decoder alone, and this model has an encoder: leave it out",
-    )
-    refuse(
-        config.positions in (*TABLES, "sinusoidal"),
-        f"{config.positions} positions are added to a token when it is read, and cannot move: "
-        'use overflow="slide"',
-    )
-    scaling = config.rope_scaling
-    refuse(
-        scaling is not None and scaling.kind in ("dynamic", "longrope"),
-        f"{scaling and scaling.kind} scaling turns keys by the length of a text, and this one has none: "
-        'use overflow="slide"',
-    )
-    most = config.max_positions
-    refuse(
-        min(config.main.capacities) < 1,
-        f"depth_capacity {config.depth_capacity} keeps other tokens in each layer, and streaming moves all "
-        'of them alike: use overflow="slide"',
-    )
-    refuse(
-        not 0 < window <= most,
-        f"stream_window {window} must lie between 1 and the model's {most} positions",
-    )
-    refuse(
-        not 0 <= sinks < window,
-        f"sinks {sinks} leave no room for the last tokens: choose 0 to {window - 1}, below stream_window",
-    )
+    for mistake in stream_mistakes(config, window, sinks):
+        raise InputError(mistake)
+
+
+def stream_mistakes(config: ModelConfig, window: int, sinks: int) -> Iterator[str]:
+    """Yield what is wrong with streaming a model."""
+    slide, scaling, most = 'use overflow="slide"', config.rope_scaling, config.max_positions
+    if config.decoder is None or config.encoder is not None:
+        yield "streaming is for a decoder alone, and this model has an encoder: leave it out"
+    if config.positions in (*TABLES, "sinusoidal"):
+        yield f"{config.positions} positions are added to a token when it is read, and cannot move: {slide}"
+    if scaling is not None and config.rotates_by_length:
+        rotates = f"{scaling.kind} scaling rotates keys by the length of a text"
+        yield f"{rotates}, and this one has none: {slide}"
+    if min(config.main.capacities) < 1:
+        keeps = f"depth_capacity {config.depth_capacity} keeps other tokens in each layer"
+        yield f"{keeps}, and streaming moves all of them alike: {slide}"
+    if not 0 < window <= most:
+        yield f"stream_window {window} must lie between 1 and the model's {most} positions"
+    if not 0 <= sinks < window:
+        room = f"sinks {sinks} leave no room for the last tokens"
+        yield f"{room}: choose 0 to {window - 1}, below stream_window"
     streaming = [kind for kind in config.stacks[-1].kinds if sees_past(kind, window)]
     for kind in streaming:
-        refuse(
-            not isinstance(kind, Full | Windowed),
-            f"attention {kind} goes by places in the whole text, which streaming forgets: "
-            'use overflow="slide"',
+        if not isinstance(kind, Full | Windowed):
+            yield f"attention {kind} goes by positions in the whole text, which streaming forgets: {slide}"
+    if sinks > 0 and not streaming:
+        yield (
+            f"sinks {sinks} change nothing: no layer of the model sees {window} tokens; "
+            "choose sinks 0, or a smaller stream_window"
         )
-    refuse(
-        sinks > 0 and not streaming,
-        f"sinks {sinks} change nothing: no layer of the model sees {window} tokens; "
-        "choose sinks 0, or a smaller stream_window",
-    )
 
 
 def sees_past(kind: Kind, window: int) -> bool:
@@ -194,12 +288,12 @@ class StreamCache(WindowCache):
         """Whether the sinks may have to move for a query of the call in progress."""
         return self.sinks > 0 and self.length + self._new.length > self.window
 
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
-        """Return the self-attention keys of one layer."""
+    def policy(self, index: int, kind: Kind) -> LayerKeys:
+        """Choose a ring whose sinks move for a layer that sees past the window."""
         if not sees_past(kind, self.window):
-            return super().layer(index, kind)
+            return super().policy(index, kind)
         rotates = self.rope is not None and index not in self.spec.rope_skips
-        return self.layers.setdefault(index, StreamKeys(self, kind if rotates else None))
+        return RingKeys(self, self.ring, self, kind if rotates else None)
 
     def begin(self, tokens: Tokens) -> None:
         """Prepare for new tokens."""
@@ -252,42 +346,3 @@ class StreamCache(WindowCache):
             f"a stream cache of {self.length} tokens cannot be cropped to {length}: use Cache() to step back",
         )
         super().crop(length)
-
-
-class StreamKeys(RingKeys):
-    """The sinks and the last tokens of each row in one buffer; the sinks are rotated anew for each query."""
-
-    cache: StreamCache
-    first: Tensor | None = None  # B K N+1 E: the sinks where they stood, and one slot for all else
-
-    def __init__(self, cache: StreamCache, rotated: Kind | None) -> None:
-        """Make the keys of a layer; `rotated` is its kind of attention if it rotates keys."""
-        super().__init__(cache, cache.ring)
-        self.rotated = rotated
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write into the ring; return it, or for several tokens all that `StreamCache.visible` describes."""
-        (B, K, T, E), N = k.shape, self.cache.sinks
-        keys, values = super().update(k, v)
-        if self.rotated is not None and N:
-            if self.first is None:
-                self.first = k.new_zeros(B, K, N + 1, E)
-            slot = self.cache.slots[self.kind].clamp(max=N).expand(B, T)[:, None, :, None]
-            self.first.scatter_(2, slot.expand(-1, K, -1, E), k.detach())
-        if not self.cache.moves:
-            return keys, values
-        buffer, kept = self.read()
-        sinks = (buffer if self.first is None else self.first)[:, :, None, :N].expand(-1, -1, T, -1, -1)
-        if self.rotated is not None:
-            rotation = Rotary(*(part[..., None, :] for part in self.cache.rotations[self.rotated]))
-            sinks = rotate(sinks, rotation, self.cache.spec.rope_layout)  # B K T N E
-        if T == 1:
-            buffer[:, :, :N] = sinks[:, :, 0]
-            return keys, values
-        kept = kept[:, :, None, :N].expand(-1, -1, T, -1, -1)
-        return torch.cat([keys, sinks.flatten(2, 3)], 2), torch.cat([values, kept.flatten(2, 3)], 2)
-
-    def reorder(self, rows: Tensor) -> None:
-        """Replace row i by row `rows[i]`."""
-        super().reorder(rows)
-        self.first = None if self.first is None else self.first[rows]

@@ -3,10 +3,10 @@
 Every figure is a sum over the steps that the parts of the model yield. What is counted:
 
     parameters      every weight once; tied tables and shared layers count where they are first used
-    flops           2·m·n·k for each matrix product and convolution; attention in full, T x S
+    flops           2·m·n·k for each matmul and convolution; attention in full, T x S
     activations     bytes that `train` keeps for the backward pass with the fused kernel, each tensor once. In
                     half precision it runs under autocast: the residual stream and the inputs of norms are
-                    float32, each product keeps its own copy of its input. Statistics are float32 and dropout
+                    float32, each matmul keeps its own copy of its input. Statistics are float32 and dropout
                     masks one byte, as on a GPU. Without a fused kernel (values of another width than keys, a
                     learned bias, a soft-cap) the pattern [B, H, T, S] is kept. Not counted: on a CPU, wider
                     dropout masks and the pattern that the kernel keeps for attention dropout
@@ -19,10 +19,9 @@ from typing import Any
 
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.fields import passing
-from clearhead.core.steps import Pass, Step
-from clearhead.core.transformer import model_steps
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.variants.presets import preset
+from clearhead.variants.steps import Pass, Step, model_steps
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one value
 # Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything. Muon has
@@ -139,7 +138,7 @@ def cost(
         length: tokens, vectors or frames of each row, of the decoder where there are two stacks; None:
             as many as the model has positions for, or one image.
         batch: rows.
-        dtype: float64, float32, bfloat16 or float16: of weights and caches in use, of products in training.
+        dtype: float64, float32, bfloat16 or float16: of weights and caches in use, of matmuls in training.
         source_length: the same for the encoder where there are two stacks; None: as `length`.
         autocast: in half precision, count activations as `train` keeps them. False: as with weights that are
             cast before the pass, as FSDP casts them: the residual stream is in half precision too.

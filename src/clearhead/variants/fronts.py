@@ -10,8 +10,8 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core.config import StackSpec
-from clearhead.core.steps import Pass, Step, linear_step
 from clearhead.core.taps import SILENT, Tap
+from clearhead.variants.steps import Pass, Step, linear_step
 
 
 class PatchFront(nn.Module):
@@ -82,7 +82,7 @@ class FrameFront(nn.Module):
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:
-        """Yield each convolution as a matrix product; it keeps its own input and that of gelu."""
+        """Yield each convolution as a matmul; it keeps its own input and that of gelu."""
         D, kernel = spec.d_model, spec.conv_kernel
         before, after = run.batch * length, run.batch * spec.n_tokens(length)
         first, second = before * (spec.d_input + D) * run.size, (before + after) * D * run.size  # bytes kept

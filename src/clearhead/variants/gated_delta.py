@@ -15,17 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clearhead.core.cache import LayerKeys, StateKeys
+from clearhead.core.cache import LayerKeys
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
 from clearhead.core.masks import View
 from clearhead.core.norms import RMSNorm
-from clearhead.core.steps import Pass, Step, linear_step
 from clearhead.core.taps import SILENT, Tap
 from clearhead.errors import ConfigError, refuse
+from clearhead.variants.caches import StateKeys
 from clearhead.variants.kinds import GatedDeltaKind
-from clearhead.variants.linear import CHUNK, GROUP, product
+from clearhead.variants.linear import CHUNK, GROUP, matmul
+from clearhead.variants.steps import Pass, Step, linear_step
 
 LARGEST_RATE = 16.0  # fresh decay rates are uniform up to here
 
@@ -87,7 +88,7 @@ def _by_chunks(
 
     # What token i writes depends on what the tokens before it in the chunk write: (1 + L) writes = ...
     strong = k * beta[..., None]
-    system = product(strong, k.mT) * decay
+    system = matmul(strong, k.mT) * decay
     targets = torch.cat([v * beta[..., None], strong * entering], dim=-1)
     solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
     writes, corrections = solved.tensor_split((V,), dim=-1)  # without a state, and per state
@@ -97,8 +98,8 @@ def _by_chunks(
     group = (GROUP if v.is_cuda else 1) if group is None else group
     chunks = (writes, corrections, ends, into, state)
     states, written, state = _by_groups(*chunks, group) if 1 < group < N else _carried(*chunks)
-    within = product(q, k.mT) * decay
-    out = product(q * entering, states) + product(within, written)
+    within = matmul(q, k.mT) * decay
+    out = matmul(q * entering, states) + matmul(within, written)
     return out.reshape(B, H, N * C, V)[:, :, :T], state
 
 
@@ -114,18 +115,19 @@ def _carried(
     # `unbind`, since the gradient of each index would be a tensor as long as all chunks.
     for write, correction, end, inward in zip(*(x.unbind(-3) for x in (writes, corrections, ends, into))):
         states.append(state)
-        written.append(write - product(correction, state))
-        state = state * end + product(inward, written[-1])
+        written.append(write - matmul(correction, state))
+        state = state * end + matmul(inward, written[-1])
     return torch.stack(states, dim=-3), torch.stack(written, dim=-3), state
 
 
 def _by_groups(
     writes: Tensor, corrections: Tensor, ends: Tensor, into: Tensor, state: Tensor, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same for groups of chunks at once, which costs more products and takes fewer steps.
+    """Do the same for groups of chunks at once, which costs more matmuls and takes fewer steps.
 
-    What leaves a group is linear in what enters it: carried beside a state of zeros, the identity becomes the
-    matrix by which the group multiplies. A GPU would take longer to begin the steps of all chunks in a row.
+    What leaves a group is linear in what enters it: carried next to a state of zeros, the identity becomes
+    the matrix by which the group multiplies. A GPU would take longer to begin the steps of all chunks in
+    a row.
     """
     (N, _, V), E, more = writes.shape[-3:], into.shape[-2], -writes.shape[-3] % group
     padding = (0, 0, 0, 0, 0, more)  # chunks that change nothing
@@ -140,10 +142,10 @@ def _by_groups(
     entering = []  # the state before each group
     for last in after.unbind(2):
         entering.append(state)
-        state = last[..., :V] + product(last[..., V:], state)
+        state = last[..., :V] + matmul(last[..., V:], state)
     before = torch.stack(entering, dim=2)[:, :, :, None].expand(*inside.shape[:4], -1, -1)
-    states = (inside[..., :V] + product(inside[..., V:], before)).flatten(2, 3)[:, :, :N]
-    return states, writes - product(corrections, states), state
+    states = (inside[..., :V] + matmul(inside[..., V:], before)).flatten(2, 3)[:, :, :N]
+    return states, writes - matmul(corrections, states), state
 
 
 class GatedDeltaState:
@@ -347,12 +349,12 @@ def gated_delta_steps(
     yield Step(f"{name}.log_rate", "attention", H, kept=2 * H * size)
     yield Step(f"{name}.decay_bias", "attention", H)
 
-    # Triangles of pairs: the decay, both products of queries and keys, both with the decay.
+    # Triangles of pairs: the decay, both matmuls of queries and keys, both with the decay.
     square = H * slots * C * size
     read = H * slots * E * size
-    products: tuple[tuple[str, int, int, int, int, int, int], ...] = (
+    matmuls: tuple[tuple[str, int, int, int, int, int, int], ...] = (
         ("overlaps", N, C, C, E, 2, 3 * square + 2 * C * C + 2 * read),
-        ("solved", N, C, E + V, C, 2, H * slots * (E + 2 * V) * size),  # as a product with the inverse
+        ("solved", N, C, E + V, C, 2, H * slots * (E + 2 * V) * size),  # as a matmul with the inverse
         ("corrections", N - 1, C, V, E, 2, 2 * N * run.batch * H * E * V * size),
         ("first_correction", 1, C, V, E, 1, 0),  # of a state of zeros, which has no gradient
         ("updates", N - 1, E, V, C, 2, read + 2 * H * slots * V * size),
@@ -361,7 +363,7 @@ def gated_delta_steps(
         ("scores", N, C, C, E, 2, 2 * square + read),
         ("z", N, C, V, C, 2, H * (rows if half else slots) * V * size),
     )
-    for part, chunks, m, n, k, gradients, kept in products:
+    for part, chunks, m, n, k, gradients, kept in matmuls:
         count = run.batch * H * chunks
         yield Step(f"{name}.{part}", "attention", 0, 0, m, n, k, count, gradients, kept)
     yield linear_step(f"{name}.gate", "attention", rows, D, values, bias=False, kept=2 * rows * values * size)

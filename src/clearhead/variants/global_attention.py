@@ -1,4 +1,4 @@
-"""Attention with global tokens, which see everything and are seen everywhere (Longformer).
+"""Attention with global tokens, which see everything and are seen by everything (Longformer).
 
 Shapes: B batch, T length, D model, H heads, K key/value heads, E head width, G global tokens of a row.
 """
@@ -12,15 +12,15 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core import masks, positions
-from clearhead.core.attention import Attention, attention_steps, eager, fused
+from clearhead.core.attention import Attention, eager, fused, of_heads
 from clearhead.core.cache import LayerKeys
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.steps import Pass, Step, linear_step
 from clearhead.core.taps import SILENT, Tap
 from clearhead.variants.block_attention import BlockPlan
 from clearhead.variants.blocks import plain_blocks
 from clearhead.variants.kinds import GlobalKind
+from clearhead.variants.steps import Pass, Step, attention_steps, linear_step
 
 
 class GlobalAttention(Attention):
@@ -51,18 +51,17 @@ class GlobalAttention(Attention):
         z = super().attend(q, k, v, replace(view, blocks=replace(plan, globals=None)), cache, tap, x)
         if plan.globals is None:
             return z
-        slots, bias = plan.globals.expand(x.shape[0], -1), plan.global_bias  # B G
-        if bias is not None and self.pruned and bias.shape[1] > 1:
-            bias = bias[:, list(self.heads)]
+        slots = plan.globals.expand(x.shape[0], -1)  # B G
+        bias = of_heads(plan.global_bias, list(self.heads))
         at, asking = slots[:, None, :, None], x.take_along_dim(slots[:, :, None], 1)  # B G D
         rotary = view.rotary and positions.Rotary(*(part.take_along_dim(at, 2) for part in view.rotary))
         how: dict[str, Any] = {
             "mask": plan.global_mask, "bias": bias, "softcap": self.softcap, "sink": self.sink,
             "dropout": self.dropout if self.training else 0.0,
         }  # fmt: skip
-        products = rotary is None and self.k_norm is None  # keys are a product of x, by plain weights
-        products &= all(type(layer) is nn.Linear for layer in (self.k_global, self.v_global))
-        if products and self.n_heads * slots.shape[1] < self.k_global.out_features:
+        plain = rotary is None and self.k_norm is None  # keys are linear in x, by plain weights
+        plain &= all(type(layer) is nn.Linear for layer in (self.k_global, self.v_global))
+        if plain and self.n_heads * slots.shape[1] < self.k_global.out_features:
             whole = self._absorbed(asking, x, how)
         else:
             whole = fused(*self._projected(asking, rotary, x, view, tap), scale=self.scale, **how)
@@ -121,7 +120,7 @@ class GlobalAttention(Attention):
         dense, none = plain_blocks(kind, T, causal=False) is None, kind.tokens == "given"
         for step in attention_steps(spec, run, name, T, T, kind, "attention"):
             if step.name == f"{name}.scores":
-                # Few queries are absorbed in place of all keys, where these are a product of x.
+                # Few queries are absorbed in place of all keys, where these are linear in x.
                 absorbed = (
                     not dense and spec.positions != "rope" and spec.qk_norm == "none" and heads < kv_heads * E
                 )

@@ -1,4 +1,4 @@
-"""Kinds of attention that a config may name beside "full" and "window": their sizes, rules and states.
+"""Kinds of attention that a config may name besides "full" and "window": their sizes, rules and states.
 
 `core.config.kinds` lists them. Rules take tensors of any shapes that broadcast, so that masks over pairs,
 over gathered blocks and inside a compiled kernel are one rule.
@@ -8,19 +8,21 @@ Shapes: B batch (1 where all rows are alike), T query length, S key length.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from clearhead.core.config.fields import Fields, StackSpec
-from clearhead.core.config.kinds import Kind, Rule, Rules, Windowed, near, with_sinks
+from clearhead.core.config.kinds import Kind, Rule, Windowed, near, with_sinks
 from clearhead.core.masks import Tokens
 from clearhead.core.taps import SILENT, Tap
 
 FeatureMap = Literal["elu", "relu", "favor"]
 GlobalTokens = Literal["first", "question", "given"]
+ABSENT = -1e30  # the log scale of a key that is not there; finite, since the difference of two is taken
 
 
 @dataclass(frozen=True)
@@ -102,18 +104,14 @@ class Blocks(Kind):
         """The blocks that it goes by."""
         return self.size
 
-    def shortened(self, most: int) -> Self:
-        """Return the same with short blocks: several windows of them are to fit into a row."""
-        return dataclasses.replace(super().shortened(most), size=min(self.size, max(1, most // 2)))
-
     def rule(self, causal: bool) -> Rule:
         """Return the rule; see `Kind`."""
-        size, window = self.size, self.window
+        size, window, offsets = self.size, self.window, self.random_offsets()
 
         def chosen(q: Tensor, k: Tensor, totals: Tensor | None) -> Tensor:
             k_block = k // size
             seen = (q // size - k_block).abs() <= window // 2
-            for target in self.random_blocks(q, totals, causal):
+            for target in self.random_blocks(q, totals, causal, offsets):
                 seen = seen | (k_block == target)
             start, end = self.between_ends(totals)
             seen = seen | (q < start) | (k < start)
@@ -130,15 +128,21 @@ class Blocks(Kind):
         last_block = None if totals is None else (totals + self.size - 1) // self.size - self.last
         return self.first * self.size, None if last_block is None else last_block * self.size
 
-    def random_blocks(self, queries: Tensor, totals: Tensor | None, causal: bool) -> list[Tensor]:
-        """Draw a block of keys for each query, `random` times, by seed and the query's own block: [B|1, T].
+    def random_offsets(self) -> list[int]:
+        """Return the start of each random draw, by seed: `flex_attention` compiles integers of 31 bits."""
+        return [(n * 0x85EBCA77 + self.seed * 0xC2B2AE3D + 1) & 0x7FFFFFFF for n in range(self.random)]
+
+    def random_blocks(
+        self, queries: Tensor, totals: Tensor | None, causal: bool, offsets: list[int]
+    ) -> list[Tensor]:
+        """Draw a block of keys for each query, one for each offset, by the query's own block: [B|1, T].
 
         A decoder's query draws among the blocks up to its own, so that it needs no later token to know them.
         """
         block, drawn = queries // self.size, []
         among = block + 1 if causal or totals is None else (totals + self.size - 1) // self.size
-        for number in range(self.random):
-            mixed = (block * 0x9E3779B1 + number * 0x85EBCA77 + self.seed * 0xC2B2AE3D + 1) & 0x7FFFFFFF
+        for offset in offsets:
+            mixed = (block * 0x9E3779B1 + offset) & 0x7FFFFFFF
             for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 1)):
                 mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF
             drawn.append(mixed % among.clamp(min=1))
@@ -180,25 +184,24 @@ class Blocks(Kind):
         counts = tap.step(f"counts{name}", torch.where(counted, math.log1p(self.repeat), 0.0).to(dtype))
         return counts if bias is None else bias + counts
 
-    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Rules:
-        """Return what may be wrong; see `Kind`."""
-        said, unknown = (
-            self.of_layer(layer),
-            ", and a decoder does not know where its text ends: leave it out",
-        )
-        return [
-            (self.window % 2 == 0, f"{said} has window {self.window}: choose an odd number of blocks"),
-            (self.last and stack.causal, f"{said} has last {self.last}{unknown}"),
-            (self.full and stack.causal, f"{said} has full {self.full}{unknown}"),
-            (self.repeat and not self.first, f"{said} has repeat {self.repeat}: set first, whom it repeats"),
-        ]
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
+        """Yield what is wrong; see `Kind`."""
+        name = self.of_layer(layer)
+        if self.window % 2 == 0:
+            yield f"{name} has window {self.window}: choose an odd number of blocks"
+        for end in ("last", "full"):
+            if getattr(self, end) and stack.causal:
+                unknown = "a decoder does not know where its text ends: leave it out"
+                yield f"{name} has {end} {getattr(self, end)}, and {unknown}"
+        if self.repeat and not self.first:
+            yield f"{name} has repeat {self.repeat}: set first, whom it repeats"
 
 
 @dataclass(frozen=True)
 class GlobalKind(Kind):
     """Keys nearer than `size`, and global tokens, which see all and are seen by all (Longformer).
 
-    Global tokens attend through projections of their own. Which tokens are global is said by each call, as
+    Global tokens attend through projections of their own. Each call names the global tokens, as
     `global_mask`; `tokens` says it where a call does not.
     """
 
@@ -242,16 +245,12 @@ class GlobalKind(Kind):
             return tokens
         return dataclasses.replace(tokens, globals=chosen)
 
-    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Rules:
-        """Return what may be wrong; see `Kind`."""
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
+        """Yield what is wrong; see `Kind`."""
         unmarked = config.input != "tokens" or self.separator >= config.vocab_size
-        return [
-            (
-                self.tokens == "question" and unmarked,
-                f"{self.of_layer(layer)} needs ids with a separator below vocab_size {config.vocab_size}: "
-                "set separator",
-            )
-        ]
+        if self.tokens == "question" and unmarked:
+            needs = f"needs ids with a separator below vocab_size {config.vocab_size}"
+            yield f"{self.of_layer(layer)} {needs}: set separator"
 
 
 @dataclass(frozen=True)
@@ -262,6 +261,7 @@ class LinearKind(Kind):
     chooses = False
     shares = False
     untapped = ("scores",)
+    state_begins = (0.0, ABSENT)
     features: FeatureMap = "elu"
     count: int = 0  # favor: random features; 0: d_head · log(d_head), rounded up
     seed: int = 0  # favor: of these features
@@ -316,18 +316,23 @@ class GatedDeltaKind(Kind):
         keys, values, d_key, d_value = self.sizes(spec)
         return [(values, d_key, d_value), (self.kernel - 1, 2 * keys * d_key + values * d_value)]
 
-    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Rules:
-        """Return what may be wrong; see `Kind`."""
-        said, own = self.of_layer(layer), f"{stack.prefix}blocks.{layer}.attention"
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
+        """Yield what is wrong; see `Kind`."""
+        name, own = self.of_layer(layer), f"{stack.prefix}blocks.{layer}.attention"
         keys, values, *_ = self.sizes(stack)
-        return [
-            (not stack.causal, f"{said} reads from left to right: it is for decoders"),
-            (
-                config.pruned_heads.get(own),
-                f"pruned_heads names {own}, whose heads share a convolution and a gate: prune other layers",
-            ),
-            (
-                values % keys,
-                f"{said} has value heads that are no multiple of its key heads: set key_heads or value_heads",
-            ),
-        ]
+        if not stack.causal:
+            yield f"{name} reads from left to right: it is for decoders"
+        if config.pruned_heads.get(own):
+            yield f"pruned_heads names {own}, whose heads share a convolution and a gate: prune other layers"
+        if values % keys:
+            multiple = "has value heads that are no multiple of its key heads"
+            yield f"{name} {multiple}: set key_heads or value_heads"
+
+
+def shortened(kind: Kind, most: int) -> Kind:
+    """Return the same kind with sizes of at most `most` tokens, for tests on short inputs."""
+    sizes = ("size", "step", "first", "last", "sinks", "full")
+    limited = {name: min(most, getattr(kind, name)) for name in sizes if hasattr(kind, name)}
+    if isinstance(kind, Blocks):  # several windows of blocks are to fit into a row
+        limited["size"] = min(limited["size"], max(1, most // 2))
+    return dataclasses.replace(kind, **limited)

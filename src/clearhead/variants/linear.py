@@ -1,4 +1,4 @@
-"""Linear attention: the softmax is replaced by a product of features, so time and memory grow with T alone.
+"""Linear attention: dot products of features in place of the softmax; time and memory grow with T alone.
 
     out_i = Σ_j (φ(q_i) · φ(k_j)) v_j  /  Σ_j (φ(q_i) · φ(k_j))
 
@@ -20,23 +20,23 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.core.attention import Attention, attention_steps
-from clearhead.core.cache import LayerKeys, StateKeys
+from clearhead.core.attention import Attention
+from clearhead.core.cache import LayerKeys
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
 from clearhead.core.masks import View
-from clearhead.core.steps import Pass, Step
 from clearhead.core.taps import Tap
 from clearhead.errors import InputError, refuse
-from clearhead.variants.kinds import LinearKind, LowRank
+from clearhead.variants.caches import StateKeys
+from clearhead.variants.kinds import ABSENT, LinearKind, LowRank
+from clearhead.variants.steps import Pass, Step, attention_steps
 
 CHUNK = 64  # tokens that a causal pass takes at once
 GROUP = 32  # chunks whose states are computed at once
 RELU_FLOOR = 1e-3  # added to relu features, as in Performer's generalised attention
 FAVOR_FLOOR = 1e-12  # below any feature that counts; keeps the normaliser away from zero
 SMALLEST = 1e-20  # a normaliser nearer to zero than this has no meaning: the query saw nothing
-ABSENT = -1e30  # the log scale of a key that is not there; finite, since the difference of two is taken
 
 
 class Features(NamedTuple):
@@ -74,7 +74,7 @@ def favor(
     scale: float | None = None,
     kind: Literal["positive", "trigonometric"] = "positive",
 ) -> Features:
-    """Map x [B, H, T, E] to random features whose products estimate exp(scale · q·k) (FAVOR+).
+    """Map x [B, H, T, E] to random features whose dot products estimate exp(scale · q·k) (FAVOR+).
 
     `projection` [F, E] is drawn by `orthogonal_features`; `scale` defaults to 1/sqrt(E). Each token is
     divided by its own largest feature, and `log_scale` keeps the factor: nothing overflows, and no token's
@@ -131,7 +131,7 @@ def attend_linear(
 
     `log_scale` [B, K, S] belongs to fk. `real` [B|1, S] is False for padding, which adds nothing.
     `documents` are the ids of queries [B|1, T] and of keys [B|1, S], in runs: a query sees its own document.
-    `state` stands for the tokens of earlier calls, so calls in pieces equal one call. If `causal`, queries
+    `state` stands for the tokens of earlier calls, so calls in chunks equal one call. If `causal`, queries
     and keys are the same tokens. If not, a query sees every key and the state; packed rows have no state.
     A query that sees nothing gets zeros, with finite gradients. States and sums are float32 at least.
     """
@@ -168,7 +168,7 @@ def attend_linear(
 def _whole(
     q: Tensor, k: Tensor, values: Tensor, scale: Tensor | None, state: LinearState | None
 ) -> tuple[Tensor, LinearState]:
-    """Let every query see every key: two products."""
+    """Let every query see every key: two matmuls."""
     B, K, _, F = k.shape
     peak = values.new_full((B, K), 0.0 if scale is None else ABSENT) if state is None else state.peak
     sums = None if state is None else state.sums
@@ -208,7 +208,7 @@ def _scan(
     state: LinearState | None,
     C: int,
 ) -> tuple[Tensor, LinearState]:
-    """Let every query see the keys up to its own: those of its chunk by products, earlier ones by a state."""
+    """Let every query see the keys up to its own: those of its chunk by matmuls, earlier ones by a state."""
     (B, H, T, F), (K, V), more = q.shape, (k.shape[1], values.shape[-1]), -q.shape[2] % C
     N, G = (T + more) // C, H // K
     if state is None:
@@ -217,12 +217,12 @@ def _scan(
     q = nnf.pad(q, (0, 0, 0, more)).reshape(B, K, G, N, C, F).transpose(2, 3).reshape(B, K, N, G * C, F)
     k = nnf.pad(k, (0, 0, 0, more)).reshape(B, K, N, C, F)
     values = nnf.pad(values, (0, 0, 0, more)).reshape(B, K, N, C, V)
-    scores = product(q, k.mT).reshape(B, K, N, G, C, C)  # of the keys in the same chunk
+    scores = matmul(q, k.mT).reshape(B, K, N, G, C, C)  # of the keys in the same chunk
 
     if scale is None:
-        totals = torch.cat([state.sums[:, :, None], product(k.mT, values)], dim=2).cumsum(2)
+        totals = torch.cat([state.sums[:, :, None], matmul(k.mT, values)], dim=2).cumsum(2)
         after = state._replace(sums=totals[:, :, -1])
-        earlier = product(q, totals[:, :, :-1])  # B K N G·C V
+        earlier = matmul(q, totals[:, :, :-1])  # B K N G·C V
         scores = scores.tril()
     else:
         real = torch.ones(B, T, dtype=torch.bool, device=q.device) if real is None else real
@@ -230,7 +230,7 @@ def _scan(
         scale = nnf.pad(scale, (0, more), value=ABSENT).reshape(B, K, N, C)
         added = torch.where(visible.adds, scale, ABSENT)  # B K N C
         peaks = added.detach().amax(-1).clamp(min=ABSENT / 2)  # B K N
-        sums = product(k.mT, values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
+        sums = matmul(k.mT, values * (added - peaks[..., None]).exp()[..., None])  # B K N F V
         states, highest = _carried(sums, peaks, visible.keeps, state)  # B K N+1 F V, B K N+1
         after = LinearState(states[:, :, N], highest[:, :, N], None if of_keys is None else visible.last)
 
@@ -238,9 +238,9 @@ def _scan(
         read = torch.where(visible.reads, highest[:, :, :N, None], ABSENT)  # B K N C
         top = torch.maximum(seen.detach().amax(-1), read).clamp(min=ABSENT / 2)  # of all that a query sees
         scores = scores * (seen - top[..., None]).exp()[:, :, :, None]
-        earlier = product(q, states[:, :, :N]).reshape(B, K, N, G, C, V)
+        earlier = matmul(q, states[:, :, :N]).reshape(B, K, N, G, C, V)
         earlier = (earlier * (read - top).exp()[:, :, :, None, :, None]).reshape(B, K, N, G * C, V)
-    out = product(scores.reshape(B, K, N, G * C, C), values) + earlier
+    out = matmul(scores.reshape(B, K, N, G * C, C), values) + earlier
     out = out.reshape(B, K, N, G, C, V).transpose(2, 3).reshape(B, H, N * C, V)
     return out[:, :, :T], after
 
@@ -249,7 +249,7 @@ def _carried(sums: Tensor, peaks: Tensor, keeps: Tensor, state: LinearState) -> 
     """Return the state before each chunk and after the last: [B, K, N+1, F, V], and its peaks [B, K, N+1].
 
     `sums` [B, K, N, F, V] are of each chunk, divided by exp(`peaks`) [B, K, N]. Where `keeps` [B, 1, N] is
-    False, a chunk begins anew. A group of chunks is one product with a triangle of factors, none above 1: as
+    False, a chunk begins anew. A group of chunks is one matmul with a triangle of factors, none above 1: as
     many steps as there are chunks would take a GPU longer to begin than to compute.
     """
     (B, K, _, F, V), states, highest = sums.shape, [state.sums[:, :, None]], [state.peak[:, :, None]]
@@ -263,7 +263,7 @@ def _carried(sums: Tensor, peaks: Tensor, keeps: Tensor, state: LinearState) -> 
         top = seen.amax(-1)
         factors = torch.where(met[:, :, 1:], (seen - top[..., None]).exp(), 0.0)
         parts = torch.cat([states[-1][:, :, -1:], new], dim=2).reshape(B, K, M + 1, F * V)
-        states.append(product(factors, parts).reshape(B, K, M, F, V))
+        states.append(matmul(factors, parts).reshape(B, K, M, F, V))
         highest.append(top)
     return torch.cat(states, dim=2), torch.cat(highest, dim=2)
 
@@ -311,16 +311,16 @@ class _Visible(NamedTuple):
         )
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply many small matrices, [..., m, k] @ [..., k, n], with no transposed second factor on a CPU.
 
-    For such a factor OpenBLAS takes up to 20 times as long, in the backward pass of any product too.
+    For such a factor OpenBLAS takes up to 20 times as long, in the backward pass of any matmul too.
     """
-    return cast(Tensor, _Product.apply(a, b))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Matmul.apply(a, b))  # type: ignore[no-untyped-call]
 
 
-class _Product(torch.autograd.Function):
-    """A product of matrices, whose gradients are such products again."""
+class _Matmul(torch.autograd.Function):
+    """A matmul whose gradients are such matmuls again."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -332,11 +332,11 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of both factors, None for one that has none."""
         (a, b), (for_a, for_b) = ctx.saved_tensors, ctx.needs_input_grad
-        return product(upstream, b.mT) if for_a else None, product(a.mT, upstream) if for_b else None
+        return matmul(upstream, b.mT) if for_a else None, matmul(a.mT, upstream) if for_b else None
 
 
 class LinearAttention(Attention):
-    """Attention whose softmax is a product of features: the keys add up to a state of constant size."""
+    """Attention whose softmax is a dot product of features: the keys add up to a state of constant size."""
 
     def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
         assert isinstance(kind, LinearKind)
@@ -389,7 +389,7 @@ class LinearAttention(Attention):
     def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
         """Yield the steps on rows of T tokens."""
         assert isinstance(kind, LinearKind)
-        yield from _in_place_of_scores(spec, run, name, T, kind, linear_products(spec, run, name, T, kind))
+        yield from _in_place_of_scores(spec, run, name, T, kind, linear_matmuls(spec, run, name, T, kind))
 
 
 class LowRankAttention(Attention):
@@ -426,24 +426,24 @@ class LowRankAttention(Attention):
     def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
         """Yield the steps on rows of T tokens."""
         assert isinstance(kind, LowRank)
-        yield from _in_place_of_scores(spec, run, name, T, kind, low_rank_products(spec, run, name, T, kind))
+        yield from _in_place_of_scores(spec, run, name, T, kind, low_rank_matmuls(spec, run, name, T, kind))
 
 
 def _in_place_of_scores(
-    spec: StackSpec, run: Pass, name: str, T: int, kind: Kind, products: Iterator[Step]
+    spec: StackSpec, run: Pass, name: str, T: int, kind: Kind, matmuls: Iterator[Step]
 ) -> Iterator[Step]:
-    """Yield the steps of an attention of T tokens, with other products for scores and pattern."""
+    """Yield the steps of an attention of T tokens, with other matmuls for scores and pattern."""
     for step in attention_steps(spec, run, name, T, T, kind, "attention"):
         if step.name == f"{name}.scores":
-            yield from products
+            yield from matmuls
         elif step.name == f"{name}.z":
             yield replace(step, m=0, n=0, k=0)
         else:
             yield step
 
 
-def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearKind) -> Iterator[Step]:
-    """Yield the products of linear attention: chunk by chunk in a decoder, two for all in an encoder."""
+def linear_matmuls(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearKind) -> Iterator[Step]:
+    """Yield the matmuls of linear attention: chunk by chunk in a decoder, two for all in an encoder."""
     H, K, F, V = len(spec.heads_of(name)), spec.kv_heads_of(name), kind.n_features(spec), spec.d_value + 1
     if kind.features == "favor":
         each = run.batch * (H + K)  # their rows have no gradient
@@ -467,7 +467,7 @@ def linear_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LinearK
         yield Step(f"{name}.within", "attention", m=H // K * C, n=V, k=C, count=run.batch * K * N)
 
 
-def low_rank_products(spec: StackSpec, run: Pass, name: str, T: int, kind: LowRank) -> Iterator[Step]:
+def low_rank_matmuls(spec: StackSpec, run: Pass, name: str, T: int, kind: LowRank) -> Iterator[Step]:
     """Yield the mixing of keys and values, and the attention to the mixtures."""
     B, H, K, E, Ev = run.batch, len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head, spec.d_value
     R, weights = kind.rank, spec.max_positions * kind.rank

@@ -1,5 +1,8 @@
 """Positions by distance: a learned bias for each bucket of distances, or disentangled attention (DeBERTa).
 
+Scalings of rotary positions: each maps `plain`, the radians of each pair without scaling, to those with it;
+`most` is the model's number of positions, `where` are the positions of a pass.
+
 In disentangled attention what a token says and how far away it stands meet in the scores. Each distance, up
 to its sign and in buckets, has a vector. A layer projects these vectors as it projects the tokens. The score
 of a query i and a key j at distance d is then
@@ -11,20 +14,21 @@ Shapes: B batch, T query length, S key length, D model, H heads, K key/value hea
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core import masks, norms
-from clearhead.core.attention import KERNELS, Attention, attention_steps
+from clearhead.core.attention import Attention, of_heads
 from clearhead.core.cache import LayerKeys
-from clearhead.core.config import StackSpec
+from clearhead.core.config import RopeScaling, StackSpec
 from clearhead.core.config.fields import Fields
-from clearhead.core.config.kinds import FULL, Kind, Rules
+from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.positions import LearnedPositions, PositionScheme, Relative
-from clearhead.core.steps import INDEX, Pass, Step, norm_step
 from clearhead.core.taps import SILENT, Tap
+from clearhead.variants.steps import INDEX, Pass, Step, attention_steps, learned_position_steps, norm_step
 
 
 class RelativePositions(PositionScheme):
@@ -77,19 +81,15 @@ class LearnedRelativePositions(RelativePositions):
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, tokens: int) -> Iterator[Step]:
         """Yield both tables."""
-        yield from LearnedPositions.steps(spec, run, f"{name}.places", tokens)
+        yield from learned_position_steps(spec, run, f"{name}.places", tokens)
         yield from RelativePositions.steps(spec, run, name, tokens)
 
 
-def relative_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Rules:
-    """Return what may be wrong with the buckets of relative positions."""
+def relative_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]:
+    """Yield what is wrong with the buckets of relative positions."""
     buckets, most = config.relative_buckets, 2 * config.relative_max_distance - 1
-    return [
-        (
-            not 4 <= buckets <= most,
-            f"relative_buckets {buckets} must lie between 4 and {most}, or relative_max_distance rise",
-        )
-    ]
+    if not 4 <= buckets <= most:
+        yield f"relative_buckets {buckets} must lie between 4 and {most}, or relative_max_distance rise"
 
 
 class DisentangledPositions(PositionScheme):
@@ -149,13 +149,9 @@ class DisentangledAttention(Attention):
             k, v = cache.update(k, v)
         assert view.relative is not None
         bias = tap.step("by_distance", self.by_distance(q, k, view.relative))
-        if view.bias is not None:
-            heads = list(self.heads) if view.bias.shape[1] > 1 else [0]
-            bias = bias + view.bias[:, heads]
-        return KERNELS["eager" if tap.wants("scores", "pattern") else self.kernel](
-            q, k, v, view.mask, bias, self.scale, causal=view.causal, softcap=self.softcap,
-            sink=self.sinks(), dropout=self.dropout if self.training else 0.0, tap=tap,
-        )  # fmt: skip
+        by_call = of_heads(view.bias, list(self.heads))
+        bias = bias if by_call is None else bias + by_call
+        return super().attend(q, k, v, replace(view, bias=bias), None, tap, x)
 
     def by_distance(self, q: Tensor, k: Tensor, relative: Relative) -> Tensor:
         """Return what the distance of each pair adds to its score: [B, H, T, S]."""
@@ -186,21 +182,72 @@ class DisentangledAttention(Attention):
             yield step
 
 
-def disentangled_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Rules:
-    """Return what may be wrong with disentangled positions."""
-    buckets, span, furthest = (
-        config.relative_buckets,
-        config.relative_buckets // 2,
-        config.relative_max_distance,
-    )
-    return [
-        (
-            config.family != "encoder",
-            f"positions disentangled is for encoders, and family is {config.family}: choose rope or relative",
-        ),
-        (
-            buckets % 2 or span < 2 or not (furthest == span or furthest > span // 2 + 1),
+def disentangled_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]:
+    """Yield what is wrong with disentangled positions."""
+    buckets, furthest = config.relative_buckets, config.relative_max_distance
+    span = buckets // 2
+    if config.family != "encoder":
+        family = f"family is {config.family}: choose rope or relative"
+        yield f"positions disentangled is for encoders, and {family}"
+    if buckets % 2 or span < 2 or not (furthest == span or furthest > span // 2 + 1):
+        yield (
             f"relative_buckets {buckets} must be even, 4 at least, and half of it be relative_max_distance "
-            f"{furthest}, or a quarter of it lie below that by 2 at least",
-        ),
-    ]
+            f"{furthest}, or a quarter of it lie below that by 2 at least"
+        )
+
+
+Scaled = tuple[Tensor, float]  # radians per position of each pair, [R/2] in float64; a factor for cos and sin
+
+
+def linear_scaling(plain: Tensor, base: float, scaling: RopeScaling, most: int, where: Tensor) -> Scaled:
+    """Interpolate: every angle is divided by the factor."""
+    return plain / scaling.factor, 1.0
+
+
+def dynamic_scaling(plain: Tensor, base: float, scaling: RopeScaling, most: int, where: Tensor) -> Scaled:
+    """Let the base grow with the length, once it passes the trained length."""
+    width, trained = 2 * len(plain), scaling.original_positions or most
+    pair = torch.arange(0, width, 2, dtype=torch.float64, device=plain.device) / width
+    length = (where.max() + 1).clamp(min=trained)
+    growth = scaling.factor * length / trained - (scaling.factor - 1)
+    return (base * growth.double() ** (width / (width - 2))) ** -pair, 1.0
+
+
+def llama3_scaling(plain: Tensor, base: float, scaling: RopeScaling, most: int, where: Tensor) -> Scaled:
+    """Interpolate long waves, keep short ones, blend those between."""
+    rotations = (scaling.original_positions or most) * plain / (2 * math.pi)  # over the trained length
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep = ((rotations - low) / (high - low)).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / scaling.factor, 1.0
+
+
+def yarn_scaling(plain: Tensor, base: float, scaling: RopeScaling, most: int, where: Tensor) -> Scaled:
+    """Keep pairs that rotate often, interpolate pairs that rotate rarely, with a linear ramp between."""
+    width, trained = 2 * len(plain), scaling.original_positions or most
+
+    def pair_with(rotations: float) -> float:
+        """Return the index of the pair that makes this many rotations over the trained length."""
+        return width * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    steps = torch.arange(width // 2, dtype=torch.float64, device=plain.device)
+    interpolate = ((steps - low) / ((high - low) or 0.001)).clamp(0, 1)
+    growth = math.log(max(scaling.factor, 1))
+    factor = 0.1 * growth + 1
+    if scaling.mscale and scaling.mscale_all_dim:
+        factor = (0.1 * scaling.mscale * growth + 1) / (0.1 * scaling.mscale_all_dim * growth + 1)
+    if scaling.attention_factor is not None:
+        factor = scaling.attention_factor
+    return plain / scaling.factor * interpolate + plain * (1 - interpolate), factor
+
+
+def longrope_scaling(plain: Tensor, base: float, scaling: RopeScaling, most: int, where: Tensor) -> Scaled:
+    """Divide each pair by a number of its own: one within the trained length, one beyond it."""
+    trained = scaling.original_positions or most
+    stretch = scaling.factor if scaling.factor != 1 else most / trained
+    usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
+    short, long = (plain.new_tensor(divisors) for divisors in (scaling.short_factor, scaling.long_factor))
+    return plain / torch.where(where.max() + 1 > trained, long, short), scaling.attention_factor or usual

@@ -24,7 +24,6 @@ X experts, A active experts per token.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.nn.functional as nnf
@@ -34,17 +33,17 @@ from clearhead.core import masks
 from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import BIASES, StackSpec
 from clearhead.core.config.fields import Fields, passing
-from clearhead.core.config.kinds import FULL, Kind, Rules
+from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.dtypes import wide
-from clearhead.core.feedforward import FeedForward, feedforward_steps
+from clearhead.core.feedforward import FeedForward
 from clearhead.core.masks import Tokens
-from clearhead.core.steps import INDEX, Pass, Step, linear_step
+from clearhead.core.stack import LayerInputs, StackCall
 from clearhead.core.taps import SILENT, LiveTap, Tap
 from clearhead.errors import InputError, refuse
 from clearhead.variants.caches import WindowCache
+from clearhead.variants.steps import INDEX, Pass, Step, feedforward_steps, linear_step
 
 BALANCE = 0.01  # weight of the loss of the routers of experts
-BY_LENGTH = ("dynamic", "longrope")  # rotary scalings whose angles depend on the longest row
 
 
 class Experts(nn.Module):
@@ -107,13 +106,13 @@ class Experts(nn.Module):
         softmax = A if spec.router_order == "topk_softmax" else X + A + 1
         each = softmax * run.wide + A * (run.size + 3 * INDEX)
         yield linear_step(f"{name}.router", "feedforward", rows, D, X, spec.router_bias, kept=rows * each)
-        # Inputs of the experts, one for each product in half precision, outputs, and these weighted.
+        # Inputs of the experts, one for each matmul in half precision, outputs, and these weighted.
         each = (3 if run.half and spec.gated else 2) * run.size + run.wide
         yield Step(f"{name}.sorted", "feedforward", kept=rows * A * D * each)
         yield from feedforward_steps(spec, run, f"{name}.experts", rows * A, spec.d_expert, X, idle=X - A)
         if spec.d_shared_expert:
             yield from feedforward_steps(spec, run, f"{name}.shared", rows, spec.d_shared_expert)
-            copied = 2 + spec.gated if run.half else 0  # inputs: one for each product in half precision
+            copied = 2 + spec.gated if run.half else 0  # inputs: one for each matmul in half precision
             kept = rows * (D * (1 + copied) + 1) * run.size
             yield linear_step(f"{name}.shared_gate", "feedforward", rows, D, 1, bias=False, kept=kept)
 
@@ -151,35 +150,29 @@ def imbalance(tally: Tensor, counts: Tensor) -> Tensor:
     return X * (counts[..., :-1] / number * tally[..., X + 1 :] / number).sum(-1)
 
 
-def expert_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Rules:
-    """Return what may be wrong with a mixture of experts."""
+def expert_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]:
+    """Yield what is wrong with a mixture of experts."""
     active, experts = config.n_active_experts, config.n_experts
-    rules: Rules = [
-        (
-            not 1 <= active <= experts,
-            f"n_active_experts {active} must lie between 1 and n_experts {experts}",
-        )
-    ]
+    if not 1 <= active <= experts:
+        yield f"n_active_experts {active} must lie between 1 and n_experts {experts}"
     for stack in stacks:
         dense, last = {*stack.dense_layers}, stack.n_layers - 1
-        wrong = next((layer for layer in dense if not 0 <= layer <= last), None)
+        for layer in dense:
+            if not 0 <= layer <= last:
+                yield f"dense_layers names layer {layer}, and there are layers 0 to {last}"
         mixed = [layer for layer in range(stack.n_layers) if layer not in dense]
-        whole = {stack.block_of[layer] for layer in dense if 0 <= layer <= last}
-        torn = next((layer for layer in mixed if stack.block_of[layer] in whole), None)
-        rules += [
-            (wrong is not None, f"dense_layers names layer {wrong}, and there are layers 0 to {last}"),
-            (not mixed, "dense_layers leaves no layer to the experts: set n_experts 0, or name fewer layers"),
-            (
-                torn is not None,
-                f"layer {torn} shares its weights by layer_groups with one of the dense_layers: name both",
-            ),
-        ]
-    return rules
+        if not mixed:
+            yield "dense_layers leaves no layer to the experts: set n_experts 0, or name fewer layers"
+        whole = {stack.block_of[layer] for layer in dense}
+        for layer in mixed:
+            if stack.block_of[layer] in whole:
+                shares = "shares its weights by layer_groups with one of the dense_layers"
+                yield f"layer {layer} {shares}: name both"
 
 
 # Mixture of depths --------------------------------------------------------------------------------------
 
-Views = partial[dict[Kind, masks.View]]  # of kinds, tokens and cache: the view of each kind
+Views = Callable[[tuple[Kind, ...], StackCall], dict[Kind, masks.View]]  # of a stack: the view of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +182,7 @@ class PartView(masks.View):
     partial = True
     tokens: Tokens
     kind: Kind
+    call: StackCall
     views: Views
     rotated: bool = True
 
@@ -198,7 +192,7 @@ class PartView(masks.View):
 
     def of(self, tokens: Tokens, cache: Cache | None, tap: Tap) -> masks.View:
         """Return the view of those that go through."""
-        view = self.views([self.kind], tokens, cache, tap=tap)[self.kind]
+        view = self.views((self.kind,), self.call._replace(tokens=tokens, cache=cache, tap=tap))[self.kind]
         return view if self.rotated else view.unrotated()
 
 
@@ -213,13 +207,14 @@ class WithinRouter(LiveTap):
 class PartKeys(LayerKeys):
     """The keys of the tokens that went through a layer: a cache of its own, in which each row has others."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
-
     @property
     def steps_back(self) -> bool:  # type: ignore[override]
         """Whether the layer keeps keys."""
         return all(keys.steps_back for keys in self.cache.layers.values())
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all that is kept."""
+        return tuple(x for keys in self.cache.layers.values() for x in keys.tensors())
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`."""
@@ -251,14 +246,14 @@ class Router(nn.Module):
         return {**self.__dict__, "routed": None}
 
     def part(
-        self, layer: int, kind: Kind, tokens: Tokens, cache: Cache | None, views: Views
+        self, layer: int, kind: Kind, call: StackCall, views: Views
     ) -> tuple[masks.View, LayerKeys | None]:
         """Return what the layer sees, and the keys that it keeps."""
         refuse(
-            views.keywords["bias"] is not None,
+            call.inputs.bias is not None,
             "bias is over all tokens, and some pass a layer by (depth_capacity): leave it out",
         )
-        view = PartView(tokens=tokens, kind=kind, views=views)
+        view, cache = PartView(tokens=call.tokens, kind=kind, call=call, views=views), call.cache
         if cache is None:
             return view, None
         kept = cache.layers.get(layer)
@@ -311,7 +306,7 @@ class Router(nn.Module):
         read = x.reshape(B * T, D).index_select(0, rows).view(B, N, D)
         kept = None if cache is None else cache.layer(0, kind)
         within = WithinRouter(tap.listeners, tap.prefix) if isinstance(tap, LiveTap) else tap
-        answer = compute(read, inner, keys=kept, tap=within)
+        answer = compute(read, LayerInputs(inner, kept), within)
         if cache is not None:
             cache.advance()
         gate = scores.flatten().index_select(0, rows).view(B, N, 1)
@@ -382,47 +377,35 @@ def router_loss(model: nn.Module, total: Callable[[Tensor], Tensor] = lambda val
     return torch.stack(losses).mean() if losses else torch.zeros(())
 
 
-def depth_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Rules:
-    """Return what may be wrong with a mixture of depths: shares that are none, routers without a meaning."""
-    given = config.depth_capacity
-    shares = given if isinstance(given, tuple) else (given,)
-    rules: Rules = [
-        (
-            not 0 < share <= 1,
-            f"depth_capacity {share} is no share of the tokens: choose above 0, up to 1 (all of them)",
-        )
-        for share in shares
-    ]
+def depth_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]:
+    """Yield what is wrong with a mixture of depths: shares that are none, routers without a meaning."""
+    capacity = config.depth_capacity
+    shares = capacity if isinstance(capacity, tuple) else (capacity,)
+    for share in shares:
+        if not 0 < share <= 1:
+            yield f"depth_capacity {share} is no share of the tokens: choose above 0, up to 1 (all of them)"
     if all(share == 1 for share in shares):
-        return rules
-    scaling = config.rope_scaling
-    refused = [
-        (
-            given is not shares and config.n_layers == 1,
-            "is for every second layer, and there is one: give a tuple, or more layers",
-        ),
-        (
-            config.family == "encoder-decoder",
-            "has no place for cross-attention, which every token needs: choose family decoder or encoder",
-        ),
-        (
-            config.norm_position == "post",
-            "scales what a layer adds to the stream, and a post-norm layer replaces it: "
-            "choose norm_position pre, sandwich or output",
-        ),
-        (
-            "global" in str(config.attention),
-            "may leave out tokens that attention global gives to all: choose another kind, or no routers",
-        ),
-        (config.n_experts, "and n_experts are two routers in one layer: leave one of them out"),
-        (
-            config.layer_groups not in (None, config.n_layers),
-            "needs a router for each layer, and layer_groups shares them: leave one of them out",
-        ),
-        (
-            scaling is not None and scaling.kind in BY_LENGTH,
-            f"and rope scaling {scaling and scaling.kind}, which turns keys by the longest row: "
-            "leave one of them out",
-        ),
-    ]
-    return [*rules, *((mistake, f"depth_capacity {given} {line}") for mistake, line in refused)]
+        return
+    scaling, name = config.rope_scaling, f"depth_capacity {capacity}"
+    if capacity is not shares and config.n_layers == 1:
+        yield f"{name} is for every second layer, and there is one: give a tuple, or more layers"
+    if config.family == "encoder-decoder":
+        needs = "which every token needs: choose family decoder or encoder"
+        yield f"{name} has no place for cross-attention, {needs}"
+    if config.norm_position == "post":
+        yield (
+            f"{name} scales what a layer adds to the stream, and a post-norm layer replaces it: "
+            "choose norm_position pre, sandwich or output"
+        )
+    if "global" in str(config.attention):
+        yield (
+            f"{name} may leave out tokens that attention global gives to all: "
+            "choose another kind, or no routers"
+        )
+    if config.n_experts:
+        yield f"{name} and n_experts are two routers in one layer: leave one of them out"
+    if config.layer_groups not in (None, config.n_layers):
+        yield f"{name} needs a router for each layer, and layer_groups shares them: leave one of them out"
+    if scaling is not None and config.rotates_by_length:
+        rotates = f"rope scaling {scaling.kind}, which rotates keys by the longest row"
+        yield f"{name} and {rotates}: leave one of them out"

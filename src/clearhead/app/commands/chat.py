@@ -8,15 +8,16 @@ import re
 import shutil
 import sys
 import threading
+import webbrowser
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
 import clearhead as ch
-from clearhead.app.commands.common import Device, Dtype, Folder, load_model, option, print_notes
+from clearhead.app.commands.common import Folder, load_model, print_notes
 from clearhead.app.commands.models import page_server
 from clearhead.app.commands.requests import GroupedRequest, options_with
 from clearhead.errors import ClearheadError, InputError, refuse
@@ -34,28 +35,32 @@ HELP = """\
 
 def chat(
     folder: Folder,
-    text: Annotated[
-        Positional[str | None],
-        option("what to say first, in place of the lines of stdin", metavar="TEXT"),
-    ] = None,
-    system: Annotated[str | None, option("the system message")] = None,
+    text: str | None = None,
+    *,
+    system: str | None = None,
     asking: Annotated[GroupedRequest, arg(name="")] = OPTIONS,
-    port: Annotated[int, option("of the page that /look opens; 0: any that is free")] = 0,
-    no_open: Annotated[bool, option("/look prints its address and opens no browser")] = False,
-    device: Device = "auto",
-    dtype: Dtype = None,
+    port: int = 0,
+    no_open: bool = False,
+    device: str = "auto",
+    dtype: str | None = None,
 ) -> None:
     """Talk with a model, by its own chat template. Type /help for what else can be typed.
+
+    Args:
+        text (TEXT): what to say first, in place of the lines of stdin
+        system: the system message
+        port: of the page that /look opens; 0: any that is free
+        no_open: /look prints its address and opens no browser
 
     For example:
       clearhead chat my-model/
       clearhead chat my-model/ --system "Be brief." --temperature 0.7 --seed 1
       echo "What is a heron?" | clearhead chat my-model/
     """
-    given = {"max_new_tokens": asking.length.max_new_tokens, **asking.given()}
+    given = {"max_new_tokens": asking.stopping.max_new_tokens, **asking.given()}
     make_request(given)  # a mistake is reported before the model is loaded
     model = load_model(folder, device=device, dtype=dtype)
-    from clearhead.learn.tasks.chat import chat_template
+    from clearhead.learn.tasks.generation import chat_template
 
     refuse(
         model.config.family != "decoder" or model.config.head != "lm",
@@ -169,7 +174,7 @@ class Talk:
 
     def say(self, text: str) -> None:
         """Answer a message, printing the text as it grows; Ctrl-C keeps what is there."""
-        from clearhead.learn.tasks.chat import chat_ids
+        from clearhead.learn.tasks.generation import chat_ids
 
         messages, streamed = [*self.messages, {"role": "user", "content": text}], list[str]()
 
@@ -186,8 +191,8 @@ class Talk:
             options["max_new_tokens"] = min(options["max_new_tokens"], room)
         ids: list[int] = []
         try:
-            made = self.model.chat(messages, **options, on_text=show)
-            ids = made.ids
+            answer = self.model.chat(messages, **options, on_text=show)
+            ids = answer.ids
         except KeyboardInterrupt:
             ids = self.model.text_tokenizer.encode("".join(streamed), add_special_tokens=False).ids
         finally:
@@ -226,8 +231,6 @@ class Talk:
         address = self.show(self.read)
         print_notes([f"the last answer: {address}"])
         if self.browser:
-            import webbrowser
-
             webbrowser.open(address)
 
 

@@ -1,6 +1,6 @@
 """What the commands share: common options, loading a model, progress, printing a result, writing lines.
 
-`command_of` makes a command of an analysis, a row of `clearhead.app.views`.
+`command_of` makes a command of a row of `clearhead.app.views`.
 """
 
 from __future__ import annotations
@@ -13,27 +13,26 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from tyro.conf import Positional, UseAppendAction, arg
 
 import clearhead as ch
-from clearhead.app.views import ROWS, Analysis, ModelArgument
+from clearhead.app.views import COMMANDS, Command, ModelArgument
 from clearhead.errors import ConfigError, InputError, nearest, no_model, refuse
 
 
 def option(help: str, **more: Any) -> Any:
     """Describe an option or argument. The help shows its default, unless that is None, False or empty."""
-    return arg(help=help, help_behavior_hint=_show_default, **more)
+
+    def show_default(default: str) -> str:
+        return "" if default in ("None", "False", "") else f"(default: {default})"
+
+    return arg(help=help, help_behavior_hint=show_default, **more)
 
 
-def _show_default(default: str) -> str:
-    return "" if default in ("None", "False", "") else f"(default: {default})"
-
-
-Json = Annotated[bool, option("print one JSON object, on one line, instead of a table")]
 Folder = Annotated[
     Positional[Path],
     option("a model directory, clearhead's or Hugging Face's; or a GGUF file", metavar="DIR"),
@@ -41,16 +40,6 @@ Folder = Annotated[
 TokenIds = Annotated[
     bool,
     option('the text is token ids, such as "15 27 3"; JSON lines may have lists of them anyway'),
-]
-Target = Annotated[
-    str | None,
-    option("what the decoder of an encoder-decoder has written; default: what it writes by itself"),
-]
-Pair = Annotated[str | None, option("the second text of a pair, for an encoder")]
-Tokenizer = Annotated[Path | None, option("a tokenizer that lies elsewhere: a directory or file")]
-Beams = Annotated[int | None, option("search with this many beams; default: the model's own, else 4")]
-LengthPenalty = Annotated[
-    float | None, option("above 0 favours long texts; default: the model's own, else 1")
 ]
 Device = Annotated[
     str,
@@ -61,33 +50,52 @@ Device = Annotated[
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None, option("dtype of the weights; default: as they are")
 ]
-Plot = Annotated[Path | None, option("draw a picture: FILE.png, .svg or .pdf", metavar="FILE")]
-DATA = "files, folders, globs, or an embedded corpus"
-Settings = Annotated[
-    UseAppendAction[tuple[str, ...]],
-    arg(metavar="KEY=VALUE", help="how to read the data, such as data.header=true"),
-]
 
-SHARED: dict[str, Any] = {  # arguments that mean the same in every analysis
-    "target": Target,
-    "pair": Pair,
-    "set": Settings,
+SHARED: dict[str, Any] = {  # arguments that mean the same in every command
+    "target": Annotated[
+        str | None,
+        option("what the decoder of an encoder-decoder has written; default: what it writes by itself"),
+    ],
+    "pair": Annotated[str | None, option("the second text of a pair, for an encoder")],
+    "beams": Annotated[int | None, option("search with this many beams; default: the model's own, else 4")],
+    "length_penalty": Annotated[
+        float | None, option("above 0 favours long texts; default: the model's own, else 1")
+    ],
+    "max_new_tokens": Annotated[
+        int | None, option("where a text ends at the latest; default: the model's own")
+    ],
+    "examples": Annotated[int, option("most rows of the data to read; 0: all")],
+    "set": Annotated[
+        UseAppendAction[tuple[str, ...]],
+        arg(metavar="KEY=VALUE", help="how to read the data, such as data.header=true"),
+    ],
     "seed": Annotated[int, option("random seed")],
-    "plot": Plot,
-    "tokenizer": Tokenizer,
+    "plot": Annotated[Path | None, option("draw a picture: FILE.png, .svg or .pdf", metavar="FILE")],
+    "tokenizer": Annotated[Path | None, option("a tokenizer that lies elsewhere: a directory or file")],
     "device": Device,
     "dtype": Dtype,
     "quantize": Annotated[
         Literal["int8", "int4"] | None,
         option("round weights first; llama.cpp then has Q8_0 or Q4_0, and other programs do not round"),
     ],
+    "host": Annotated[str, option("address to listen on; others than this machine's own let others in")],
+    "port": Annotated[int, option("0: any that is free")],
+    "step_tokens": Annotated[
+        int, option("tokens of one step at most, prefill and decode", aliases=("--max-batched-tokens",))
+    ],
+    "max_running": Annotated[
+        int, option("sequences that decode at the same time", aliases=("--max-sequences",))
+    ],
+    "cache_tokens": Annotated[
+        int | None, option("tokens that the KV cache holds; default: as many as 1 GiB holds")
+    ],
     "overwrite": Annotated[bool, option("write into OUT although there is something already")],
-    "json": Json,
+    "json": Annotated[bool, option("print one JSON object, on one line, instead of a table")],
 }
 DEFAULTS = {"device": "auto", "json": False}
 
 
-# Commands of analyses ---------------------------------------------------------------------------------------
+# Commands from rows -----------------------------------------------------------------------------------------
 
 _ENTRY = re.compile(r" {4}(\w+)(?: \(([^)]*)\))?: (.*)")
 
@@ -116,28 +124,35 @@ def _argument(hint: Any, brackets: str, help: str, positional: bool, repeated: b
 
 
 def command_of(name: str) -> Callable[..., None]:
-    """Return the command of an analysis, with the signature that tyro makes arguments of."""
-    row = ROWS[name]
-    function = row.function
-    text, helps = _described(function)
-    taken = inspect.signature(function).parameters
-    own = {key: one for key, one in taken.items() if one.annotation not in ("ModelArgument", "OnProgress")}
-    types = type("Types", (), {"__annotations__": {key: one.annotation for key, one in own.items()}})
-    hints = get_type_hints(types, function.__globals__)
+    """Return a command, with the signature that tyro makes arguments of.
+
+    An argument is described by its annotation, by the docstring, or, if it means the same everywhere, by
+    `SHARED`.
+    """
+    row = COMMANDS[name]
+    text, helps = _described(row.function)
+    taken = inspect.signature(row.function).parameters
+    own = {
+        key: param for key, param in taken.items() if param.annotation not in ("ModelArgument", "OnProgress")
+    }
+    types = type("Types", (), {"__annotations__": {key: param.annotation for key, param in own.items()}})
+    hints = get_type_hints(types, row.function.__globals__, include_extras=True)
     arguments: dict[str, tuple[Any, Any]] = {}
-    if len(own) < len(taken) and "model" not in own:
+    if "ModelArgument" in [param.annotation for param in taken.values()]:
         arguments["folder"] = (Folder, inspect.Parameter.empty)
-    for key, one in own.items():
-        arguments[key] = (SHARED.get(key), one.default)
+    for key, param in own.items():
+        hint = str if param.annotation == "Prompt" else hints[key]
         if key in helps:
-            hint, flagged = hints[key], one.kind is one.KEYWORD_ONLY
-            hint = str if one.annotation == "Prompt" else hint
-            repeated = one.annotation == "Repeated"
-            arguments[key] = (_argument(hint, *helps[key], not flagged, repeated), one.default)
-        if one.annotation == "Prompt":
+            flagged, repeated = param.kind is param.KEYWORD_ONLY, param.annotation == "Repeated"
+            hint = _argument(hint, *helps[key], not flagged, repeated)
+        elif get_origin(hint) is not Annotated:
+            hint = SHARED[key]
+        arguments[key] = (hint, param.default)
+        if param.annotation == "Prompt":
             arguments["ids"] = (TokenIds, False)
-    for key in (*(["plot"] if row.plot else []), *row.loads, "json"):
-        arguments.setdefault(key, (SHARED[key], DEFAULTS.get(key)))
+    if "View" in str(inspect.signature(row.function).return_annotation):
+        for key in (*(["plot"] if row.plot else []), *row.loads, "json"):
+            arguments.setdefault(key, (SHARED[key], DEFAULTS.get(key)))
 
     def command(**given: Any) -> None:
         _run(row, given)
@@ -153,19 +168,20 @@ def command_of(name: str) -> Callable[..., None]:
     return command
 
 
-def _run(row: Analysis, given: dict[str, Any]) -> None:
-    """Compute an analysis from the arguments of its command, print it, and write its picture."""
+def _run(row: Command, given: dict[str, Any]) -> None:
+    """Run a command with its arguments, print what it gives, and write its picture."""
     taken = inspect.signature(row.function).parameters
-    loading = {name: given[name] for name in row.loads}
-    json, plot = given.pop("json"), given.get("plot")
-    if given.pop("ids", False):
+    json, plot = given.get("json", False), given.get("plot")
+    if "ids" not in taken and given.pop("ids", False):
         given["text"] = token_ids(given["text"])
-    if "folder" in given:
+    if "folder" in given and "folder" not in taken:
+        loading = {name: given[name] for name in row.loads}
         folder = given["folder"]
         given["model"] = ModelArgument(folder, functools.partial(load_model, folder, plot=plot, **loading))
-    with progress() as on_progress:
-        given["on_progress"] = on_progress
+    with progress() if "on_progress" in taken else nullcontext() as given["on_progress"]:
         view = row.function(**{name: value for name, value in given.items() if name in taken})
+    if view is None:
+        return
     print_notes(view.notes)
     show_result(view.body, json, view.parts, plot, view.draw, view.width)
     if view.exit_code:

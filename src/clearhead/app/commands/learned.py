@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import clearhead as ch
 from clearhead.app.commands.common import check_inputs
-from clearhead.app.report import Cell, table
+from clearhead.app.report import Cell, Column, listing, table
 from clearhead.app.views import ModelArgument, OnProgress, Repeated, View, drawing
 from clearhead.errors import refuse
 from clearhead.learn.data.files import missing, read_lines
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from clearhead.inside import alignments
     from clearhead.inside.geometry import Nearest, PositionMap, Projection, SameWord
     from clearhead.inside.heads import HeadRoles
-    from clearhead.inside.memories import Found, Neuron
-    from clearhead.inside.neurons import Given
+    from clearhead.inside.memories import Found, Given, Neuron
     from clearhead.inside.probe import Probes
 
 ROLE_TEXTS = 50  # of a treebank that roles are measured on, where no text is given
@@ -85,9 +84,13 @@ def heads(
     from clearhead.inside import alignments
     from clearhead.inside.heads import head_roles
     from clearhead.inside.names import unpatterned
-    from clearhead.learn.data.treebank import read_treebank
+    from clearhead.learn.data.conll import read_treebank
 
-    read = [*texts, *([] if file is None else _lines(file))][:limit]
+    if file is not None and not file.exists():
+        raise missing(file)
+    lines = [] if file is None else [line for _, line in read_lines(file) if line.strip()]
+    refuse(file is not None and not lines, f"{file} is empty: there is no text in it")
+    read = [*texts, *lines][:limit]
     sentences = None if treebank is None else read_treebank(treebank, limit)
     pairs = None if alignment is None else alignments.read_alignments(alignment)[:limit]
     m = model()
@@ -109,71 +112,52 @@ def heads(
     )
 
 
-def _lines(file: Path) -> list[str]:
-    """Return the texts of a file, one from each line that is not empty."""
-    if not file.exists():
-        raise missing(file)
-    lines = [line for _, line in read_lines(file) if line.strip()]
-    refuse(not lines, f"{file} is empty: there is no text in it")
-    return lines
-
-
-def _roles_table(found: HeadRoles, folder: Path) -> Table:
+def _roles_table(roles: HeadRoles, folder: Path) -> Table:
     from clearhead.inside.heads import MIXED
 
     rows = []
-    for at, (head, role) in enumerate(zip(found.heads, found.roles)):
-        lifts = {one: float(found.lift(one)[at]) for one in found.scores if one not in (role, "uniform")}
-        clear = [one for one, lift in lifts.items() if not math.isnan(lift) and lift >= LIFT]
+    for at, (head, role) in enumerate(zip(roles.heads, roles.roles)):
+        lifts = {
+            other: float(roles.lift(other)[at]) for other in roles.scores if other not in (role, "uniform")
+        }
+        clear = [other for other, lift in lifts.items() if not math.isnan(lift) and lift >= LIFT]
         next_best = sorted(clear, key=lambda one: -lifts[one])[:2]
         own = [
-            f"{values[role][at]:.2f}" if role != MIXED else "" for values in (found.scores, found.baselines)
+            f"{values[role][at]:.2f}" if role != MIXED else "" for values in (roles.scores, roles.baselines)
         ]
-        where = f" {found.distances[at]:+}" if role == "position" else ""
-        others = ", ".join(f"{one} {found.scores[one][at]:.2f}" for one in next_best)
-        rows.append((str(head), role + where, *own, f"{found.entropy[at]:.2f}", others))
-    numbers = {"head": len(found.heads), "text": found.texts, "token": found.tokens}
+        where = f" {roles.distances[at]:+}" if role == "position" else ""
+        others = ", ".join(f"{other} {roles.scores[other][at]:.2f}" for other in next_best)
+        rows.append((str(head), role + where, *own, f"{roles.entropy[at]:.2f}", others))
+    numbers = {"head": len(roles.heads), "text": roles.texts, "token": roles.tokens}
     heads, texts, tokens = (counted(number, word) for word, number in numbers.items())
     headings = ("head", "role", ">score", ">uniform head", ">entropy, bits", "next best")
     return table(f"{folder}: {heads} over {texts}, {tokens}", headings, rows)
 
 
-def _syntax_table(found: alignments.Syntax) -> Table:
-    rows = (
-        (
-            row.name,
-            f"{row.arcs:,}",
-            row.head,
-            row.direction.removeprefix("to "),
-            f"{100 * row.accuracy:.1f}",
-            f"{100 * row.held_out:.1f}",
-            f"{100 * row.baseline:.1f} at {row.distance:+}",
-            f"{100 * row.gain:+.1f}",
-        )
-        for row in found.table(LEAST) or found.table()
-    )
-    return table(
-        f"{found.sentences:,} sentences: the head that follows each relation best, % of arcs; "
-        "baseline: a fixed distance",
-        ("relation", ">arcs", "head", "looks at", ">right", ">held out", ">baseline", ">gain"),
-        rows,
-    )
+def _syntax_table(syntax: alignments.Syntax) -> Table:
+    best = f"{syntax.sentences:,} sentences: the head that follows each relation best"
+    columns: dict[str, Column] = {
+        **{"relation": "{.name}", ">arcs": "{.arcs:,}", "head": "{.head}"},
+        "looks at": lambda row: row.direction.removeprefix("to "),
+        ">right": lambda row: f"{100 * row.accuracy:.1f}",
+        ">held out": lambda row: f"{100 * row.held_out:.1f}",
+        ">baseline": lambda row: f"{100 * row.baseline:.1f} at {row.distance:+}",
+        ">gain": lambda row: f"{100 * row.gain:+.1f}",
+    }
+    title = f"{best}, % of arcs; baseline: a fixed distance"
+    return listing(title, columns, syntax.table(LEAST) or syntax.table())
 
 
-def _agreement_table(found: alignments.Agreement) -> Table:
-    rows = (
-        (
-            row["head"],
-            row["direction"],
-            f"{100 * row['accuracy']:.1f}",
-            f"{100 * row['chance']:.1f}",
-            f"{row['attention']:.2f}",
-        )
-        for row in found.ranking()[:RANKED]
-    )
-    left = f"; {found.skipped} without tokens left out" if found.skipped else ""
-    title = f"agreement with {counted(found.pairs, 'pair')}{left}"
-    return table(title, ("head", "direction", ">right, %", ">chance, %", ">attention"), rows)
+def _agreement_table(agreement: alignments.Agreement) -> Table:
+    left = f"; {agreement.skipped} without tokens left out" if agreement.skipped else ""
+    columns: dict[str, Column] = {
+        **{"head": "{[head]}", "direction": "{[direction]}"},
+        ">right, %": lambda row: f"{100 * row['accuracy']:.1f}",
+        ">chance, %": lambda row: f"{100 * row['chance']:.1f}",
+        ">attention": "{[attention]:.2f}",
+    }
+    title = f"agreement with {counted(agreement.pairs, 'pair')}{left}"
+    return listing(title, columns, agreement.ranking()[:RANKED])
 
 
 # Probes -----------------------------------------------------------------------------------------------------
@@ -227,24 +211,19 @@ def probe(
     )
 
 
-def _probe_parts(found: Probes, folder: Path) -> Iterator[Any]:
-    rows = (
-        (
-            layer.name,
-            f"{layer.accuracy:.4f}",
-            " to ".join(f"{end:.4f}" for end in layer.interval),
-            f"{layer.control:.4f}",
-            f"{layer.selectivity:+.4f}",
-        )
-        for layer in found.layers
-    )
-    counts = f"{found.train:,} {found.unit} to train on, {found.test:,} to test on"
-    title = f"{folder}: {found.column}, {len(found.labels)} labels; {counts}"
-    yield table(title, ("layer", ">accuracy", ">95 % interval", ">control", ">selectivity"), rows)
-    by_type = f"most frequent label of {KINDS[found.unit]} {found.by_type:.4f}"
-    yield f"most frequent label {found.majority:.4f}; {by_type}"
-    if found.unit == "words":
-        yield f"{found.seen:.1%} of the words tested have a type that is in the training words"
+def _probe_parts(probes: Probes, folder: Path) -> Iterator[Any]:
+    columns: dict[str, Column] = {
+        **{"layer": "{.name}", ">accuracy": "{.accuracy:.4f}"},
+        ">95 % interval": lambda layer: " to ".join(f"{end:.4f}" for end in layer.interval),
+        **{">control": "{.control:.4f}", ">selectivity": "{.selectivity:+.4f}"},
+    }
+    counts = f"{probes.train:,} {probes.unit} to train on, {probes.test:,} to test on"
+    title = f"{folder}: {probes.column}, {len(probes.labels)} labels; {counts}"
+    yield listing(title, columns, probes.layers)
+    by_type = f"most frequent label of {KINDS[probes.unit]} {probes.by_type:.4f}"
+    yield f"most frequent label {probes.majority:.4f}; {by_type}"
+    if probes.unit == "words":
+        yield f"{probes.seen:.1%} of the words tested have a type that is in the training words"
 
 
 # Geometry ---------------------------------------------------------------------------------------------------
@@ -285,65 +264,60 @@ def geometry(
     m = model()
     from clearhead.inside import geometry as inside
 
-    result: Any
-    match what:
-        case "neighbours":
-            result = inside.neighbours(m, words[0], k or LISTED, table)
-        case "analogy":
-            result = inside.analogy(m, words[0], words[1], words[2], k or LISTED, table)
-        case "map":
-            result = inside.projection(m, words or None, k or ON_A_MAP, table)
-        case "positions":
-            result = inside.position_map(m, length, stack)
-        case "similarity":
-            result = inside.position_similarity(m, length, stack)
-        case "word":
-            result = inside.same_word(m, words[1], words[2], words[0])
-    tables: dict[str, tuple[Callable[[Any], Table], str]] = {
-        "Nearest": (_nearest_table, "draw_nearest"),
-        "Projection": (_map_table, "draw_projection"),
-        "PositionMap": (_position_table, "draw_positions"),
-        "SameWord": (_word_table, "draw_same_word"),
-    }
-    show, draw = tables[type(result).__name__]
-    return View(result, [show(result)], drawing(f"models:{draw}", result))
+    if what in ("neighbours", "analogy"):
+        find: Any = inside.neighbours if what == "neighbours" else inside.analogy
+        nearest = find(m, *words, k or LISTED, table)
+        return View(nearest, [_nearest_table(nearest)], drawing("models:draw_nearest", nearest))
+    if what == "map":
+        plane = inside.projection(m, words or None, k or ON_A_MAP, table)
+        return View(plane, [_map_table(plane)], drawing("models:draw_projection", plane))
+    if what == "word":
+        states = inside.same_word(m, words[1], words[2], words[0])
+        return View(states, [_word_table(states)], drawing("models:draw_same_word", states))
+    positions = (inside.position_map if what == "positions" else inside.position_similarity)(m, length, stack)
+    return View(positions, [_position_table(positions)], drawing("models:draw_positions", positions))
 
 
-def _nearest_table(found: Nearest) -> Table:
+def _nearest_table(nearest: Nearest) -> Table:
     means = [
-        f"{word} is the mean of {' '.join(tokens)}" for word, tokens in found.words.items() if len(tokens) > 1
+        f"{word} is the mean of {' '.join(tokens)}"
+        for word, tokens in nearest.words.items()
+        if len(tokens) > 1
     ]
     return table(
-        f"nearest to {found.query} ({found.table} table)",
+        f"nearest to {nearest.query} ({nearest.table} table)",
         ("token", ">id", ">score"),
-        zip(found.labels, map(str, found.ids), (f"{score:.4f}" for score in found.scores)),
+        zip(nearest.labels, map(str, nearest.ids), (f"{score:.4f}" for score in nearest.scores)),
         "; ".join(means) or None,
     )
 
 
-def _map_table(found: Projection) -> Table:
+def _map_table(projection: Projection) -> Table:
     return table(
-        f"words of the {found.table} table, with the share of their variance along each axis",
-        ("word", *(f">component {axis + 1} ({share:.1%})" for axis, share in enumerate(found.explained))),
-        _number_rows(found.labels, found.points, "+.4f"),
+        f"words of the {projection.table} table, with the share of their variance along each axis",
+        (
+            "word",
+            *(f">component {axis + 1} ({share:.1%})" for axis, share in enumerate(projection.explained)),
+        ),
+        _number_rows(projection.labels, projection.points, "+.4f"),
     )
 
 
-def _position_table(found: PositionMap) -> Table:
-    height, width = found.values.shape
+def _position_table(positions: PositionMap) -> Table:
+    height, width = positions.values.shape
     return table(
-        f"{found.scheme} positions, {height} x {width}: {found.measure}; --plot draws all of it",
-        (found.row_name, *(f">{name}" for name in found.columns[:COLUMNS])),
-        _number_rows(found.rows, found.values[:, :COLUMNS], ".3f"),
-        f"columns: {found.column_name}",
+        f"{positions.scheme} positions, {height} x {width}: {positions.measure}; --plot draws all of it",
+        (positions.row_name, *(f">{name}" for name in positions.columns[:COLUMNS])),
+        _number_rows(positions.rows, positions.values[:, :COLUMNS], ".3f"),
+        f"columns: {positions.column_name}",
     )
 
 
-def _word_table(found: SameWord) -> Table:
+def _word_table(word: SameWord) -> Table:
     return table(
-        f"{found.word} in two sentences, as {' and '.join(' '.join(names) for names in found.tokens)}",
+        f"{word.word} in two sentences, as {' and '.join(' '.join(names) for names in word.tokens)}",
         ("after layer", ">likeness", ">other tokens"),
-        _number_rows(found.layers, zip(found.similarity, found.baseline), ".4f"),
+        _number_rows(word.layers, zip(word.similarity, word.baseline), ".4f"),
     )
 
 
@@ -392,26 +366,32 @@ def memories(
     m = model()
     from clearhead.inside.memories import memories as run
 
-    found = run(m, _inputs(m, corpus, text), layer, top, neuron or None, limit or None)
-    body: dict[str, Any] = {"tokens": found.tokens, "note": found.note}
+    firing = run(m, _inputs(m, corpus, text), layer, top, neuron or None, limit or None)
+    body: dict[str, Any] = {"tokens": firing.tokens, "note": firing.note}
     if token is not None:
-        hits = found.search(token, top)
+        hits = firing.search(token, top)
         body |= hits.to_dict()
         tables = [_search_table(hits)]
     else:
-        listed = [found.neuron(name) for name in neuron] or found.ranked(sort, top)
-        body |= {"top": found.top, "depth": found.depth, "neurons": [one.to_dict() for one in listed]}
+        listed = [firing.neuron(name) for name in neuron] or firing.ranked(sort, top)
+        body |= {
+            "top": firing.top,
+            "depth": firing.depth,
+            "neurons": [memory.to_dict() for memory in listed],
+        }
         tables = [_list_table(listed)]
         if neuron:
-            tables = [shown for one in listed for shown in _neuron_tables(one)]
+            tables = [shown for memory in listed for shown in _neuron_tables(memory)]
     notes = [
-        f"{found.tokens:,} tokens read, {found.top} contexts kept for each neuron.",
-        *([f"Agreement: the answer is among the first {found.depth} promoted."] if found.agrees else ()),
-        f"Promoted tokens: {found.note}.",
+        f"{firing.tokens:,} tokens read, {firing.top} contexts kept for each neuron.",
+        *([f"Agreement: the answer is among the first {firing.depth} promoted."] if firing.agrees else ()),
+        f"Promoted tokens: {firing.note}.",
     ]
-    draw = drawing("models:draw_agreement", found)
-    if neuron or not found.agrees:
-        draw = drawing("models:draw_neuron", found.neuron(neuron[0]) if neuron else found.ranked(sort, 1)[0])
+    draw = drawing("models:draw_agreement", firing)
+    if neuron or not firing.agrees:
+        draw = drawing(
+            "models:draw_neuron", firing.neuron(neuron[0]) if neuron else firing.ranked(sort, 1)[0]
+        )
     return View(body, [*tables, *notes], draw)
 
 

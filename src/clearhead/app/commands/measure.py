@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import clearhead as ch
 from clearhead.app.commands.common import check_picture, read_config
-from clearhead.app.report import check_details, check_table, cost_table, count, size, table
+from clearhead.app.report import Column, check_details, check_table, cost_table, count, listing, size, table
 from clearhead.app.views import ModelArgument, OnProgress, View, drawing
 from clearhead.errors import InputError, refuse
-from clearhead.learn.parallel.plan import AXES
+from clearhead.learn.parallel import AXES
 from clearhead.learn.recipe import read_recipe, recipe_names
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.long import RetrievalGrid
-    from clearhead.inside.long_text import Growth, PositionLoss, ScalingTry
-    from clearhead.labs.speed.compare import SpeedReport, Timing
+    from clearhead.labs.speed.compare import SpeedReport
 
 SLOW = 2.0  # seconds after which a row of the equality suite is worth a line
 LongPart = Literal["perplexity", "retrieval", "cost"]
@@ -68,7 +66,7 @@ def check(
     skipped = sum(row.verdict == "skipped" for row in rows)
     counts = f"{len(rows) - failed - skipped} of {len(rows)} equal, {failed} failed, {skipped} skipped"
     left_out = {"--reference": reference, "--compile": compile, "--details": details or not skipped}
-    hints = ", ".join(option for option, asked in left_out.items() if not asked)
+    hints = ", ".join(option for option, stated in left_out.items() if not stated)
     last = f"{counts}, in {sum(row.seconds for row in rows):.0f} s"
     body = {"checks": [row.to_dict() for row in rows], "passed": not failed}
     parts = [
@@ -148,73 +146,50 @@ def long(
     return View(done, _long_tables(done), drawing("models:draw_long", done, title), done.notes)
 
 
-def _long_tables(found: ch.LongReport) -> Iterator[Table]:
+def _long_tables(report: ch.LongReport) -> Iterator[Table]:
     """Give the tables of the parts that were asked for."""
-    if found.perplexity is not None:
-        yield _position_table(found.perplexity)
-    if found.scalings:
-        yield _scaling_table(found.scalings, found.trained)
-    for grid in found.retrieval:
-        yield _grid_table(grid)
-    if found.cost is not None:
-        yield _cost_table(found.cost)
-
-
-def _position_table(found: PositionLoss) -> Table:
-    sides = [("trained length", found.within), ("past it", found.beyond)]
-    named = [(f"{one.start:,} to {one.stop - 1:,}", one) for one in found.bins]
-    named += [(name, one) for name, one in sides if one is not None]
-    lines: list[tuple[str, ...]] = [
-        (name, f"{one.targets:,}", f"{one.loss:.4f}", f"{one.perplexity:,.2f}") for name, one in named
-    ]
-    lines.insert(len(found.bins), ())
-    title = f"loss by position: {found.rows} rows, trained length {found.trained:,}"
-    return table(title, ("positions", ">targets", ">loss", ">perplexity"), lines)
-
-
-def _scaling_table(tries: tuple[ScalingTry, ...], trained: int) -> Table:
-    lengths = [f">{length:,} ({length // trained} x)" for length in tries[0].lengths]
-    lines = ((one.name, *(f"{value:,.2f}" for value in one.perplexities)) for one in tries)
-    title = f"perplexity of the same {tries[0].targets:,} tokens, by tokens read"
-    return table(title, ("scaling", *lengths), lines)
-
-
-def _grid_table(grid: RetrievalGrid) -> Table:
-    lines = (
-        (f"{length:,}", *("" if share != share else f"{share:.2f}" for share in row), _mean(exact))
-        for length, row, exact in zip(grid.lengths, grid.right.tolist(), grid.exact)
-    )
-    title = f"{grid.probe}: right of {grid.trials} trials, by depth; chance {grid.chance:.3f}"
-    headings = (">tokens", *(f">{depth:.0%}" for depth in grid.depths), ">exact, all depths")
-    return table(title, headings, lines)
-
-
-def _mean(values: Any) -> str:
-    mean = float(values.mean())
-    return "do not fit" if mean != mean else f"{mean:.2f}"
-
-
-def _cost_table(found: Growth) -> Table:
-    lines: list[tuple[str, ...]] = [
-        (
-            f"{one.length:,}",
-            f"{1000 * one.seconds:,.2f}",
-            size(one.peak),
-            count(one.flops),
-            size(one.activations),
+    if (losses := report.perplexity) is not None:
+        sides = [("trained length", losses.within), ("past it", losses.beyond)]
+        named = [(f"{bin.start:,} to {bin.stop - 1:,}", bin) for bin in losses.bins]
+        named += [(name, bin) for name, bin in sides if bin is not None]
+        lines: list[tuple[str, ...]] = [
+            (name, f"{bin.targets:,}", f"{bin.loss:.4f}", f"{bin.perplexity:,.2f}") for name, bin in named
+        ]
+        lines.insert(len(losses.bins), ())
+        title = f"loss by position: {losses.rows} rows, trained length {losses.trained:,}"
+        yield table(title, ("positions", ">targets", ">loss", ">perplexity"), lines)
+    if tries := report.scalings:
+        lengths = [f">{length:,} ({length // report.trained} x)" for length in tries[0].lengths]
+        lines = [(scaling.name, *(f"{value:,.2f}" for value in scaling.perplexities)) for scaling in tries]
+        title = f"perplexity of the same {tries[0].targets:,} tokens, by tokens read"
+        yield table(title, ("scaling", *lengths), lines)
+    for grid in report.retrieval:
+        lines = []
+        for length, row, exact in zip(grid.lengths, grid.right.tolist(), grid.exact):
+            shares = ("" if share != share else f"{share:.2f}" for share in row)
+            mean = float(exact.mean())
+            lines.append((f"{length:,}", *shares, "do not fit" if mean != mean else f"{mean:.2f}"))
+        title = f"{grid.probe}: right of {grid.trials} trials, by depth; chance {grid.chance:.3f}"
+        headings = (">tokens", *(f">{depth:.0%}" for depth in grid.depths), ">exact, all depths")
+        yield table(title, headings, lines)
+    if report.cost is not None:
+        slopes = (f"{report.cost.slopes[name]:.2f}" for name in ("seconds", "peak", "flops", "activations"))
+        lines = [
+            (
+                f"{at.length:,}",
+                f"{1000 * at.seconds:,.2f}",
+                size(at.peak),
+                count(at.flops),
+                size(at.activations),
+            )
+            for at in report.cost.points
+        ]
+        yield table(
+            "a forward pass by length, without the head",
+            (">tokens", ">ms", ">peak memory", ">FLOPs", ">activations"),
+            [*lines, (), ("slope", *slopes)],
+            "measured: ms, peak memory; from ch.cost: FLOPs, activations that training keeps",
         )
-        for one in found.points
-    ]
-    lines += [
-        (),
-        ("slope", *(f"{found.slopes[name]:.2f}" for name in ("seconds", "peak", "flops", "activations"))),
-    ]
-    return table(
-        "a forward pass by length, without the head",
-        (">tokens", ">ms", ">peak memory", ">FLOPs", ">activations"),
-        lines,
-        "measured: ms, peak memory; from ch.cost: FLOPs, activations that training keeps",
-    )
 
 
 # Speed ------------------------------------------------------------------------------------------------------
@@ -231,7 +206,7 @@ def bench(
     rounds: int = 3,
     on_progress: OnProgress = lambda stage, done, total: None,
 ) -> View:
-    """Time a model here, next to what else is installed and what the machine allows.
+    """Benchmark a model versus other installed programs and the limit of the machine.
 
     Args:
         parts: the first token of a prompt; decoding; encoding texts or pictures; a training step
@@ -259,13 +234,18 @@ def bench(
     return View(report, _speed_parts(report, name), drawing("models:draw_speed", report, name), report.notes)
 
 
-def _speed_parts(found: SpeedReport, name: str) -> Iterator[Table | str]:
+def _speed_parts(report: SpeedReport, name: str) -> Iterator[Table | str]:
     """Give the table, where the limits come from, and which tokens differ."""
-    machine = found.machine
+    machine = report.machine
     rows: list[tuple[str, ...]] = []
-    for job in found.jobs:
+    for job in report.jobs:
         rows += [()] if rows else []
-        rows += [_row(job.name if not place else "", one) for place, one in enumerate(job.timings)]
+        for place, timing in enumerate(job.timings):
+            rate, ratio = "none", "above the limit" if timing.above_limit else "failed"
+            if timing.per_second is not None:
+                ours = timing.program == "clearhead" or timing.ours_over_this is None
+                rate, ratio = _rate(timing.per_second), "" if ours else f"{timing.ours_over_this:.2f} x"
+            rows.append((job.name if not place else "", timing.program, rate, ratio))
         share = "" if job.share_of_limit is None else f"{job.share_of_limit:.0%} of it"
         rows.append(("", f"limit, by {job.bound_by}", _rate(job.limit), share))
     threads = f", {machine.threads} threads" if machine.threads else ""
@@ -279,26 +259,13 @@ def _speed_parts(found: SpeedReport, name: str) -> Iterator[Table | str]:
         f"The limit follows from what was measured here: {read} read and {computed} operations computed in a "
         "second."
     )
-    yield from (
-        f"{one.program} has no speed of {job.name}: {one.fault}"
-        for job in found.jobs
-        for one in job.timings
-        if one.fault
-    )
-    differ = [
-        f"{one.program}: {one.same_tokens:.0%} of its tokens are clearhead's ({job.name})"
-        for job in found.jobs
-        for one in job.timings
-        if one.same_tokens is not None and one.same_tokens < 1
-    ]
-    yield from differ
-
-
-def _row(job: str, one: Timing) -> tuple[str, ...]:
-    if one.per_second is None:
-        return job, one.program, "none", "above the limit" if one.above_limit else "failed"
-    ours = one.program == "clearhead" or one.ours_over_this is None
-    return job, one.program, _rate(one.per_second), "" if ours else f"{one.ours_over_this:.2f} x"
+    timings = [(job.name, timing) for job in report.jobs for timing in job.timings]
+    for name, timing in timings:
+        if timing.fault:
+            yield f"{timing.program} has no speed of {name}: {timing.fault}"
+    for name, timing in timings:
+        if timing.same_tokens is not None and timing.same_tokens < 1:
+            yield f"{timing.program}: {timing.same_tokens:.0%} of its tokens are clearhead's ({name})"
 
 
 def _rate(per_second: float) -> str:
@@ -329,7 +296,7 @@ def plan(
     law: Path | None = None,
     plot: Path | None = None,
 ) -> View:
-    """Find the mesh of devices to train a model on: memory by kind, traffic, step time, MFU.
+    """Plan distributed training, the fastest mesh of devices: memory by kind, traffic, step time, MFU.
 
     Args:
         model (CONFIG): a preset, a config's JSON file, a model directory, or a recipe
@@ -368,15 +335,15 @@ def plan(
     if model is None or devices is None:
         raise InputError("plan needs a CONFIG and --devices, or a --budget: see clearhead plan --help")
     config, from_recipe = _config_of(model)
-    asked: dict[str, Any] = {"length": length, "batch": batch, "precision": precision}
-    asked |= {"checkpointing": checkpointing, "optimizer": optimizer}
-    options: Any = from_recipe | {name: value for name, value in asked.items() if value is not None}
-    found = ch.plan(
+    stated: dict[str, Any] = {"length": length, "batch": batch, "precision": precision}
+    stated |= {"checkpointing": checkpointing, "optimizer": optimizer}
+    options: Any = from_recipe | {name: value for name, value in stated.items() if value is not None}
+    report = ch.plan(
         config, devices, memory, link, peak=peak, node=node, mesh=mesh, axes=axes, top=top, **options
     )
-    title = f"{model}: {found.cluster.devices} x {found.cluster.device.name}"
-    notes = [f"note: {line}" for line in found.notes]
-    return View(found, _mesh_parts(found, model), drawing("models:draw_plan", found, title), notes)
+    title = f"{model}: {report.cluster.devices} x {report.cluster.device.name}"
+    notes = [f"note: {line}" for line in report.notes]
+    return View(report, _mesh_parts(report, model), drawing("models:draw_plan", report, title), notes)
 
 
 def _spend(budget: float, path: Path | None) -> View:
@@ -411,59 +378,34 @@ def _config_of(name: str) -> tuple[ch.ModelConfig, dict[str, Any]]:
     }
 
 
-def _mesh_parts(found: ch.MeshReport, name: str) -> Iterator[Table | str]:
+def _mesh_parts(report: ch.MeshReport, name: str) -> Iterator[Table | str]:
     """Give the tables: time, memory by kind, traffic by axis; then the lines of a recipe."""
-    work, device = found.work, found.cluster.device
+    work, device = report.work, report.cluster.device
     yield (
-        f"{name}: {count(found.parameters)} parameters on {found.cluster.devices} x {device.name} of "
-        f"{size(found.cluster.memory)}"
+        f"{name}: {count(report.parameters)} parameters on {report.cluster.devices} x {device.name} of "
+        f"{size(report.cluster.memory)}"
     )
     yield (
         f"{work.tokens:,} tokens a step, rows of {work.length:,}, {work.precision}, "
         f"checkpointing {work.checkpointing}, {work.optimizer}"
     )
-    yield f"{found.fitting} of {found.tried} sensible meshes fit; the fastest of each combination of axes:"
-    numbered = list(enumerate(found.meshes, start=1))
-    yield table(
-        "step",
-        (">#", "mesh", ">rows", ">seconds", ">tokens/s", ">MFU", ">bubble"),
-        (
-            (
-                str(number),
-                str(one.mesh),
-                f"{one.micro_batches} x {one.micro_rows}",
-                f"{one.time.total:.3f}",
-                f"{one.tokens_per_second * one.mesh.devices:,.0f}",
-                f"{one.mfu:.1%}",
-                f"{one.bubble:.0%}",
-            )
-            for number, one in numbered
-        ),
-        "rows: micro-batches of a device x rows of each; tokens/s of all devices",
-    )
-    kinds = list(vars(found.best.memory))
-    yield table(
-        "memory of a device, GB",
-        (">#", *(f">{kind}" for kind in kinds), ">total"),
-        (
-            (
-                str(number),
-                *(f"{getattr(one.memory, kind) / 1e9:,.1f}" for kind in kinds),
-                f"{one.memory.total / 1e9:,.1f}",
-            )
-            for number, one in numbered
-        ),
-    )
-    yield table(
-        "sent by a device in a step, GB",
-        (">#", *(f">{axis}" for axis in found.best.traffic), ">total"),
-        (
-            (
-                str(number),
-                *(f"{sent / 1e9:,.1f}" for sent in one.traffic.values()),
-                f"{sum(one.traffic.values()) / 1e9:,.1f}",
-            )
-            for number, one in numbered
-        ),
-    )
-    yield f"for a recipe:\n\n{found.best.recipe}"
+    yield f"{report.fitting} of {report.tried} sensible meshes fit; the fastest of each combination of axes:"
+    steps: dict[str, Column] = {
+        **{">#": "{[0]}", "mesh": "{[1].mesh}", ">rows": "{0[1].micro_batches} x {0[1].micro_rows}"},
+        ">seconds": "{[1].time.total:.3f}",
+        ">tokens/s": lambda row: f"{row[1].tokens_per_second * row[1].mesh.devices:,.0f}",
+        **{">MFU": "{[1].mfu:.1%}", ">bubble": "{[1].bubble:.0%}"},
+    }
+    caption = "rows: micro-batches of a device x rows of each; tokens/s of all devices"
+    yield listing("step", steps, enumerate(report.meshes, start=1), caption)
+    parts = {
+        "memory of a device, GB": [vars(plan.memory) for plan in report.meshes],
+        "sent by a device in a step, GB": [plan.traffic for plan in report.meshes],
+    }
+    for title, meshes in parts.items():
+        rows = [
+            [str(number), *(f"{bytes / 1e9:,.1f}" for bytes in (*mesh.values(), sum(mesh.values())))]
+            for number, mesh in enumerate(meshes, start=1)
+        ]
+        yield table(title, (">#", *(f">{part}" for part in meshes[0]), ">total"), rows)
+    yield f"for a recipe:\n\n{report.best.recipe}"

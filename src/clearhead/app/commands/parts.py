@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import clearhead as ch
-from clearhead.app.report import size, table
+from clearhead.app.report import Column, listing, size, table
 from clearhead.app.views import ModelArgument, OnProgress, Repeated, View, drawing
 from clearhead.errors import CheckpointError, refuse
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from clearhead.inside.ablation import Ablation, Effect, Examples
+    from clearhead.inside.ablation import Examples
     from clearhead.inside.pruning import HeadTable
     from clearhead.inside.quantize import QuantReport
 
@@ -55,7 +55,6 @@ def ablate(
         feedforwards (LAYER): the feed-forwards of these layers
         how: what takes their place: zeros, or their mean over the data or text
         each: every head alone: a table of layer by head
-        examples: most rows of the data to read; 0: all
 
     For example:
       clearhead ablate my-model/ test.txt --heads 0.1 3.2 --how mean
@@ -82,13 +81,25 @@ def ablate(
 
     if text is not None and not each:
         effect = inside.effect(m, text, heads, layers, feedforwards, how, target=target)
-        title = f"without {_listed(effect.ablated)}"
-        return View(effect, _effect_parts(effect), drawing("models:draw_effect", effect, title))
+        title, at = f"without {_listed(effect.ablated)}", effect.position
+        where = "the whole text" if at is None else f"after token {at}, {effect.tokens[at]!r}"
+        columns = {"says": "{.label}", ">whole model": "{.before:.4f}", ">without": "{.after:.4f}"}
+        line = f"{title} ({effect.how}); {where}; KL {effect.kl:.4g} bits"
+        parts = [line, listing("", columns, effect.top)]
+        return View(effect, parts, drawing("models:draw_effect", effect, title))
     one: list[Any] = [text if target is None else (text, target)]
     read = _read_examples(m, data, examples, set) if data else examples_from(m, one, texts=True)
     if not each:
         done = inside.ablate(m, read, heads, layers, feedforwards, how)
-        return View(done, _ablation_parts(done, model.folder), notes=read.notes)
+        counts = f"{done.rows:,} rows, {done.targets:,} targets"
+        gain = done.after.accuracy - done.before.accuracy
+        sides = [
+            ("whole model", f"{done.before.loss:.4f}", f"{done.before.accuracy:.4f}"),
+            ("without", f"{done.after.loss:.4f}", f"{done.after.accuracy:.4f}"),
+            ("difference", f"{done.increase:+.4f}", f"{gain:+.4f}"),
+        ]
+        line = f"{model} without {_listed(done.ablated)} ({done.how}): {counts}"
+        return View(done, [line, table("", ("", ">loss", ">accuracy"), sides)], notes=read.notes)
     grid = ablate_each(m, read, how, on_progress=on_progress)
     return View(
         {"how": how, "rows": read.rows, "targets": read.targets, **grid.to_dict()},
@@ -124,30 +135,6 @@ def _listed(names: tuple[str, ...]) -> str:
     return ", ".join(names[:NAMED]) + more
 
 
-def _ablation_parts(done: Ablation, folder: Path) -> list[Any]:
-    gain = done.after.accuracy - done.before.accuracy
-    rows = [
-        ("whole model", f"{done.before.loss:.4f}", f"{done.before.accuracy:.4f}"),
-        ("without", f"{done.after.loss:.4f}", f"{done.after.accuracy:.4f}"),
-        ("difference", f"{done.increase:+.4f}", f"{gain:+.4f}"),
-    ]
-    counts = f"{done.rows:,} rows, {done.targets:,} targets"
-    return [
-        f"{folder} without {_listed(done.ablated)} ({done.how}): {counts}",
-        table("", ("", ">loss", ">accuracy"), rows),
-    ]
-
-
-def _effect_parts(found: Effect) -> list[Any]:
-    at = found.position
-    asked = "the whole text" if at is None else f"after token {at}, {found.tokens[at]!r}"
-    rows = ((one.label, f"{one.before:.4f}", f"{one.after:.4f}") for one in found.top)
-    return [
-        f"without {_listed(found.ablated)} ({found.how}); {asked}; KL {found.kl:.4g} bits",
-        table("", ("says", ">whole model", ">without"), rows),
-    ]
-
-
 def prune(
     model: ModelArgument,
     out: Path | None = None,
@@ -180,8 +167,6 @@ def prune(
         steps: points of the curve; default: one for each head
         recompute: with --curve, rank the heads that are left anew at each point
         seed: random seed, of --by random
-        examples: most rows of the data to read; 0: all
-        overwrite: write into OUT although there is something already
 
     For example:
       clearhead prune my-model/ smaller/ --heads 0.1 3.2
@@ -237,7 +222,16 @@ def prune(
         smaller.save(out)
         pruned = _comparison(m, smaller, judged, out)
         body |= pruned
-        parts += _pruned_parts(pruned, model.folder)
+        note = f": {pruned['note']}" if pruned["note"] else ""
+        sides = (pruned["before"], pruned["after"])
+        sizes = (
+            (key, *(format(side[key], "," if isinstance(side[key], int) else ".4f") for side in sides))
+            for key in pruned["before"]
+        )
+        parts += [
+            f"{model} -> {out}, saved as {pruned['architecture']}{note}",
+            table("", ("", ">before", ">after"), sizes),
+        ]
     title = f"{model}: quality against heads removed"
     notes = judged.notes if judged is not None else ()
     draw = drawing("models:draw_curves", {f"by {by}": [removal]}, title) if curve else None
@@ -274,11 +268,11 @@ def _comparison(model: ch.Model, smaller: ch.Model, judged: Examples | None, out
 
     sides: dict[str, dict[str, Any]] = {
         name: {
-            "heads": len(all_heads(one.config)),
-            "parameters": sum(weight.numel() for weight in one.model.parameters()),
-            **({} if judged is None else judge(one.model, judged).to_dict()),
+            "heads": len(all_heads(side.config)),
+            "parameters": sum(weight.numel() for weight in side.model.parameters()),
+            **({} if judged is None else judge(side.model, judged).to_dict()),
         }
-        for name, one in (("before", model), ("after", smaller))
+        for name, side in (("before", model), ("after", smaller))
     }
     saved_as, note = explain_export(smaller.config, smaller.description)
     return {
@@ -288,19 +282,6 @@ def _comparison(model: ch.Model, smaller: ch.Model, judged: Examples | None, out
         "architecture": saved_as,
         "note": OWN_FORMAT if smaller.config.pruned_heads else note,
     }
-
-
-def _pruned_parts(pruned: dict[str, Any], folder: Path) -> list[Any]:
-    sides = (pruned["before"], pruned["after"])
-    rows = (
-        (key, *(format(side[key], "," if isinstance(side[key], int) else ".4f") for side in sides))
-        for key in pruned["before"]
-    )
-    note = f": {pruned['note']}" if pruned["note"] else ""
-    return [
-        f"{folder} -> {pruned['saved']}, saved as {pruned['architecture']}{note}",
-        table("", ("", ">before", ">after"), rows),
-    ]
 
 
 def quantize(
@@ -337,7 +318,6 @@ def quantize(
         calibration: tokens of the text to calibrate on, at most
         evaluation: tokens of the text to measure on, at most
         report: list every layer, not only those of the largest errors
-        overwrite: write into OUT although it holds a model already
 
     For example:
       clearhead quantize my-gpt/ small/
@@ -375,33 +355,23 @@ def quantize(
     )
 
 
-def _quantization_parts(found: QuantReport, out: Path, every: bool) -> Iterator[Table | str]:
+def _quantization_parts(report: QuantReport, out: Path, every: bool) -> Iterator[Table | str]:
     """Give the tables and the last line."""
-    layers = sorted(found.layers, key=lambda one: -(one.output_error or one.weight_error))
-    listed = found.layers if every else layers[:LISTED]
+    layers = sorted(report.layers, key=lambda one: -(one.output_error or one.weight_error))
+    listed = report.layers if every else layers[:LISTED]
     title = "error by layer" if every else f"the {len(listed)} layers of the largest errors, of {len(layers)}"
-    yield table(
-        title,
-        ("layer", ">bits", ">weights", ">weight error", ">output error"),
-        [
-            (
-                layer.name.removeprefix("decoder."),
-                str(layer.bits),
-                f"{layer.weights:,}",
-                f"{layer.weight_error:.2%}",
-                "-" if layer.output_error is None else f"{layer.output_error:.2%}",
-            )
-            for layer in listed
-        ],
-    )
-    if found.sensitivity:
-        yield table(
-            "divergence when one part alone is rounded",
-            ("part", ">KL, nats a token"),
-            [(one.part, f"{one.divergence:.5f}") for one in found.sensitivity[:LISTED]],
-        )
-    if found.before is not None and found.after is not None:
-        before, after = found.before, found.after
+    columns: dict[str, Column] = {
+        "layer": lambda layer: layer.name.removeprefix("decoder."),
+        **{">bits": "{.bits}", ">weights": "{.weights:,}", ">weight error": "{.weight_error:.2%}"},
+        ">output error": lambda layer: "-" if layer.output_error is None else f"{layer.output_error:.2%}",
+    }
+    yield listing(title, columns, listed)
+    if report.sensitivity:
+        title = "divergence when one part alone is rounded"
+        rounded = {"part": "{.part}", ">KL, nats a token": "{.divergence:.5f}"}
+        yield listing(title, rounded, report.sensitivity[:LISTED])
+    if report.before is not None and report.after is not None:
+        before, after = report.before, report.after
         change = after.perplexity / before.perplexity - 1
         yield table(
             f"{before.tokens:,} tokens that were not calibrated on",
@@ -416,5 +386,5 @@ def _quantization_parts(found: QuantReport, out: Path, every: bool) -> Iterator[
                 ),
             ],
         )
-    sizes = f"{size(found.bytes_before)} -> {size(found.bytes_after)}"
-    yield f"saved {out}: int{found.bits} by {found.method}, groups of {found.group}, {sizes}"
+    sizes = f"{size(report.bytes_before)} -> {size(report.bytes_after)}"
+    yield f"saved {out}: int{report.bits} by {report.method}, groups of {report.group}, {sizes}"

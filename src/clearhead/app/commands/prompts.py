@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import clearhead as ch
 from clearhead.app.commands.common import is_gguf_file
-from clearhead.app.report import Cell, count, size, table
+from clearhead.app.report import Cell, Column, count, listing, size, table
 from clearhead.app.views import ModelArgument, Prompt, View, drawing
 from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.tokens import TokenKind, TokensPlan
@@ -96,10 +96,10 @@ def _read_tokenizer(model: Path) -> tokenizers.Tokenizer:
         f"{model} is no file and no directory: name a model directory or a tokenizer.json",
         CheckpointError,
     )
-    found = load_tokenizer(model)
-    if found is None:
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
         raise CheckpointError(f"{model} has no tokenizer: add tokenizer.json, or leave --model out")
-    return found
+    return tokenizer
 
 
 def _make_tokenizer(text: str, kind: TokenKind | None) -> tuple[tokenizers.Tokenizer, str]:
@@ -108,8 +108,10 @@ def _make_tokenizer(text: str, kind: TokenKind | None) -> tuple[tokenizers.Token
 
     if kind in (None, "byte"):
         return byte_tokenizer(), "the bytes of UTF-8" + ("" if kind else ", as no --model is given")
-    made = train_tokenizer([text], TokensPlan(kind=kind), GENERATOR, len(text.encode("utf-8", "replace")))
-    return made, f"kind {kind}, trained on this text alone"
+    tokenizer = train_tokenizer(
+        [text], TokensPlan(kind=kind), GENERATOR, len(text.encode("utf-8", "replace"))
+    )
+    return tokenizer, f"kind {kind}, trained on this text alone"
 
 
 def _stage_parts(seen: Stages, title: str) -> Iterator[Any]:
@@ -125,10 +127,15 @@ def _stage_parts(seen: Stages, title: str) -> Iterator[Any]:
             (str(number), piece.text, *_source(piece, part)) for number, piece in enumerate(part.pieces)
         )
         yield _visible("2. pre-split", (">piece", "as the model reads it", ">offsets", "from"), pieces)
-        made = ((str(one.piece), one.token, str(one.id), *_source(one, part)) for one in part.tokens)
-        yield _visible("3. subword model", (">piece", "token", ">id", ">offsets", "from"), made)
+        tokens = (
+            (str(token.piece), token.token, str(token.id), *_source(token, part)) for token in part.tokens
+        )
+        yield _visible("3. subword model", (">piece", "token", ">id", ">offsets", "from"), tokens)
     sources = {None: None, 0: seen.text, 1: seen.pair}
-    final = ((one.token, str(one.id), str(one.type), *_source(one, sources[one.text])) for one in seen.final)
+    final = (
+        (token.token, str(token.id), str(token.type), *_source(token, sources[token.text]))
+        for token in seen.final
+    )
     yield _visible("4. post-process", ("token", ">id", ">type", ">offsets", "from"), final)
 
 
@@ -214,11 +221,11 @@ def steps_table(seen: ch.Trace, rows: tuple[TraceRow, ...], width: int, why: boo
         )
     totals = (f"{seen.parameters:,}", count(seen.flops), size(seen.bytes), f"{seen.seconds * 1000:.3f}")
     lines += [(), [[("total", "bold")], *[""] * len(details), *totals]]
-    made = _open_table("the forward pass, step by step", headings, lines)
-    for column in made.columns:
+    steps = _open_table("the forward pass, step by step", headings, lines)
+    for column in steps.columns:
         column.no_wrap = column.header not in ("formula", "why")
         column.overflow = "ellipsis"
-    return made
+    return steps
 
 
 def _open_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
@@ -255,7 +262,7 @@ def _shown(seen: ch.Trace, config: ch.ModelConfig, mask: int | None) -> list[Pre
     """Return the predictions worth a line: what comes next, what stands behind a mask, or all there are."""
     if config.head == "lm" and config.family == "decoder":
         return list(seen.predictions[-1:])
-    masked = [one for one in seen.predictions if mask is not None and one.id == mask]
+    masked = [prediction for prediction in seen.predictions if mask is not None and prediction.id == mask]
     return masked if config.head == "mlm" and masked else list(seen.predictions)
 
 
@@ -263,12 +270,12 @@ def _predictions_table(predictions: list[Prediction], config: ch.ModelConfig) ->
     """Show what the head finds likely; for an encoder-decoder one line for each token it writes."""
     rows = [
         (
-            one.at if one.position is None else f"{one.position} {one.at}",
-            one.chosen.label,
-            f"{one.chosen.probability:.4f}",
-            "  ".join(f"{choice.label} {choice.probability:.4f}" for choice in one.candidates),
+            prediction.at if prediction.position is None else f"{prediction.position} {prediction.at}",
+            prediction.chosen.label,
+            f"{prediction.chosen.probability:.4f}",
+            "  ".join(f"{choice.label} {choice.probability:.4f}" for choice in prediction.candidates),
         )
-        for one in predictions
+        for prediction in predictions
     ]
     if config.head != "lm":
         return _open_table("what the head says", ("at", "says", ">probability", "candidates"), rows)
@@ -325,22 +332,22 @@ def attention(
     chosen: str | None = "self" if rollout and kind is None else kind
     layers = None if layer is None else [layer]
     if head is not None:
-        found = names.find_heads(m.config, [head])[0]
+        chosen_head = names.find_heads(m.config, [head])[0]
         refuse(
-            kind not in (None, found.kind),
-            f'head "{head}" is of the kind {found.kind}, not {kind}: leave --kind out',
+            kind not in (None, chosen_head.kind),
+            f'head "{head}" is of the kind {chosen_head.kind}, not {kind}: leave --kind out',
         )
-        chosen, layers, head = found.kind, [found.layer], str(found)
+        chosen, layers, head = chosen_head.kind, [chosen_head.layer], str(chosen_head)
     maps = inside.attention(m, text, target, pair, None if chosen is None else [chosen], layers)
     notes = [*names.unpatterned(m.config)]
     shown = maps.heads() if head is None else [maps.head(head)]
     body: dict[str, Any] = {
         "aggregated": maps.aggregated,
         "axes": {
-            one.kind: {"queries": one.queries.to_dict(), "keys": one.keys.to_dict()}
-            for one in (maps.of(name)[0] for name in maps.kinds)
+            each.kind: {"queries": each.queries.to_dict(), "keys": each.keys.to_dict()}
+            for each in (maps.of(name)[0] for name in maps.kinds)
         },
-        "heads": [one.summary() if head is None else one.to_dict() for one in shown],
+        "heads": [pattern.summary() if head is None else pattern.to_dict() for pattern in shown],
     }
     if rollout:
         body["rollout"] = maps.rollout(maps.kinds[0]).to_dict()
@@ -366,17 +373,13 @@ def attention(
 
 def _heads_table(shown: list[HeadPattern]) -> Table:
     """Show a row for each head."""
-    rows = (
-        (
-            str(one.head),
-            f"{one.entropy:.2f}",
-            _named(one.queries, link.query),
-            _named(one.keys, link.key),
-            f"{link.weight:.3f}",
-        )
-        for one, link in ((one, one.strongest) for one in shown)
-    )
-    return table("", ("head", ">entropy, bits", "query", "looks at key", ">weight"), rows)
+    columns: dict[str, Column] = {
+        **{"head": "{[0].head}", ">entropy, bits": "{[0].entropy:.2f}"},
+        "query": lambda row: _named(row[0].queries, row[1].query),
+        "looks at key": lambda row: _named(row[0].keys, row[1].key),
+        ">weight": "{[1].weight:.3f}",
+    }
+    return listing("", columns, ((pattern, pattern.strongest) for pattern in shown))
 
 
 def _rollout_table(maps: AttentionMaps) -> Table:
@@ -438,38 +441,40 @@ def lens(
     return View(seen, parts, drawing("prompts:draw_lens", seen))
 
 
-def _lens_table(found: Lens, column: int) -> Table:
+def _lens_table(lens: Lens, column: int) -> Table:
     """Show a row for each layer, for one column."""
-    chosen, true = found.chosen_names[column], found.true_names[column]
-    ranks = [found.chosen_ranks, *([found.true_ranks] if true else [])]
+    chosen, true = lens.chosen_names[column], lens.true_names[column]
+    ranks = [lens.chosen_ranks, *([lens.true_ranks] if true else [])]
     rows = []
-    for layer, name in enumerate(found.layers):
-        best = zip(found.top_names[layer][column], found.top_probabilities[layer, column].tolist())
-        bits = [f"{float(each[layer, column]):.2f}" for each in (found.entropy, found.divergence)]
-        places = [str(int(each[layer, column])) for each in ranks]
-        rows.append((name, "  ".join(f"{token} {share:.2f}" for token, share in best), *bits, *places))
-    headings = ("layer", f"likeliest {found.kind}, probability", ">entropy", ">KL", ">rank", ">true")
+    for layer, name in enumerate(lens.layers):
+        best = zip(lens.top_names[layer][column], lens.top_probabilities[layer, column].tolist())
+        bits = [f"{float(each[layer, column]):.2f}" for each in (lens.entropy, lens.divergence)]
+        ranked = [str(int(each[layer, column])) for each in ranks]
+        rows.append((name, "  ".join(f"{token} {share:.2f}" for token, share in best), *bits, *ranked))
+    headings = ("layer", f"likeliest {lens.kind}, probability", ">entropy", ">KL", ">rank", ">true")
     caption = f"entropy and KL (of the last layer from this one) in bits; rank: of {chosen}"
     also = f"; true: rank of {true}, which does come" if true else ""
     return table(
-        f"after {found.columns[column]}: {chosen}", headings if true else headings[:-1], rows, caption + also
+        f"after {lens.columns[column]}: {chosen}", headings if true else headings[:-1], rows, caption + also
     )
 
 
-def _contribution_table(found: Contributions) -> Table:
+def _contribution_table(contributions: Contributions) -> Table:
     """Show the largest terms, the rest in one row, and the sum."""
-    largest = found.largest(TERMS)
+    largest = contributions.largest(TERMS)
     values = {f"head {term.name}" if term.head is not None else term.name: term.value for term in largest}
-    if len(largest) < len(found.terms):
-        values[f"{len(found.terms) - len(largest)} others"] = found.total - sum(values.values())
-    sums = {"sum": found.total, "the model's logit": found.logit}
-    if found.capped is not None:
-        before = {"the model's logit before its soft cap": found.logit}
-        sums = {"sum": found.total, **before, "the model's logit": found.capped}
-    terms, totals = ([(name, f"{value:+.4f}") for name, value in part.items()] for part in (values, sums))
-    versus = f" less that of {found.against}" if found.against is not None else ""
-    title = f"logit of {found.choice}{versus}, after {found.columns[found.column]}"
-    return table(title, ("part", ">adds"), [*terms, (), *totals])
+    if len(largest) < len(contributions.terms):
+        values[f"{len(contributions.terms) - len(largest)} others"] = contributions.total - sum(
+            values.values()
+        )
+    sums = {"sum": contributions.total, "the model's logit": contributions.logit}
+    if contributions.capped is not None:
+        before = {"the model's logit before its soft cap": contributions.logit}
+        sums = {"sum": contributions.total, **before, "the model's logit": contributions.capped}
+    rows, totals = ([(name, f"{value:+.4f}") for name, value in part.items()] for part in (values, sums))
+    versus = f" less that of {contributions.against}" if contributions.against is not None else ""
+    title = f"logit of {contributions.choice}{versus}, after {contributions.columns[contributions.column]}"
+    return table(title, ("part", ">adds"), [*rows, (), *totals])
 
 
 def patch(
@@ -511,27 +516,29 @@ def patch(
     from clearhead.inside.patch import patch as run
 
     by: Literal["words"] | None = "words" if align == "words" else None
-    found = run(m, clean, corrupt, answer, wrong, part, position, target, align=by, subject=subject)
-    return View(found, _patches(found), drawing("prompts:draw_patching", found))
+    patching = run(m, clean, corrupt, answer, wrong, part, position, target, align=by, subject=subject)
+    return View(patching, _patches(patching), drawing("prompts:draw_patching", patching))
 
 
-def _patches(found: Patching) -> Iterator[Any]:
+def _patches(patching: Patching) -> Iterator[Any]:
     """Show the patches that bring back most, map by map."""
     rows: list[Sequence[str]] = []
-    for one in found.maps:
+    for patch_map in patching.maps:
         cells = [
             (value, row, column)
-            for row, values in enumerate(one.values.tolist())
+            for row, values in enumerate(patch_map.values.tolist())
             for column, value in enumerate(values)
             if not math.isnan(value)  # not a number: no such head
         ]
         most = sorted(cells, key=lambda cell: abs(cell[0]), reverse=True)[:PATCHES]
         rows += [
-            (one.title, one.rows[row], one.columns[column], f"{value:+.3f}") for value, row, column in most
+            (patch_map.title, patch_map.rows[row], patch_map.columns[column], f"{value:+.3f}")
+            for value, row, column in most
         ]
         rows.append(())
-    title = f"logit of {found.answer} less that of {found.wrong}, after {found.position}"
+    title = f"logit of {patching.answer} less that of {patching.wrong}, after {patching.position}"
     yield table(title, ("part", "layer", "token or head", ">brought back"), rows)
-    yield f"clean run {found.clean_difference:+.4f} = 1, corrupt run {found.corrupt_difference:+.4f} = 0"
-    if found.note:
-        yield found.note
+    clean, corrupt = patching.clean_difference, patching.corrupt_difference
+    yield f"clean run {clean:+.4f} = 1, corrupt run {corrupt:+.4f} = 0"
+    if patching.note:
+        yield patching.note

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_args
 from tyro.conf import OmitArgPrefixes
 
 from clearhead.app.commands.common import option
-from clearhead.core.config.typed import hints_of
+from clearhead.errors import hints_of
 from clearhead.run.generate.request import DEFAULTS, GROUPS, OPTIONS, Request
 
 TYPES: dict[str, Any] = {"stop_tokens": tuple[str, ...], "json_schema": str | None}  # as they are typed
@@ -29,7 +29,7 @@ def _entry(name: str) -> tuple[str, Any, Any]:
 
 def _group(name: str) -> Any:
     """Return a dataclass of the options of one group."""
-    entries = [_entry(one) for one, stated in OPTIONS.items() if stated.group == name]
+    entries = [_entry(key) for key, stated in OPTIONS.items() if stated.group == name]
     return make_dataclass(name, entries, frozen=True, kw_only=True, namespace={"__doc__": GROUPS[name]})
 
 
@@ -58,7 +58,7 @@ GroupedRequest: Any = make_dataclass(
 def options_with(**defaults: Any) -> Any:
     """Return the options of a request, with other defaults of some fields."""
     groups = {
-        name: kind(**{one: defaults[one] for one in vars(kind()) if one in defaults})
+        name: kind(**{key: defaults[key] for key in vars(kind()) if key in defaults})
         for name, kind in _CLASSES.items()
     }
     return GroupedRequest(**groups)

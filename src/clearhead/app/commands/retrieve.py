@@ -9,21 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional
-
-from clearhead.app.commands.common import (
-    Device,
-    Folder,
-    Json,
-    load_model,
-    option,
-    print_notes,
-    progress,
-    show_result,
-    warnings_as_notes,
-)
-from clearhead.app.commands.texts import Options, TextOptions, texts_of
-from clearhead.app.report import table
+from clearhead.app.commands.common import Folder, load_model, option, print_notes, warnings_as_notes
+from clearhead.app.commands.texts import USUAL, Options, texts_of
+from clearhead.app.report import Column, listing
+from clearhead.app.views import ModelArgument, OnProgress, View
 from clearhead.errors import refuse
 from clearhead.labs.retrieval.passages import cited
 from clearhead.learn.tasks.results import Answer
@@ -31,35 +20,30 @@ from clearhead.learn.tasks.results import Answer
 Retrieve = Annotated[Path | None, option("put the nearest passages of this index before the text")]
 Passages = Annotated[int, option("of --retrieve: how many passages")]
 Ways = Literal["both", "meaning", "words"]
-IndexFolder = Annotated[Positional[Path], option("an index, made by clearhead index", metavar="INDEX")]
-Stale = Annotated[bool, option("search even where files have changed since they were indexed")]
 Embedder = Annotated[Path | None, option("the embedder; default: that of the index", metavar="DIR")]
 
 
 def index(
-    files: Annotated[
-        Positional[tuple[Path, ...]],
-        option("files and folders of text or .jsonl, .gz as well; none: those of the index", metavar="FILE"),
-    ] = (),
-    out: Annotated[Path, option("the folder of the index", metavar="INDEX")] = Path("index"),
+    files: tuple[Path, ...] = (),
+    *,
+    out: Path = Path("index"),
     model: Embedder = None,
-    words: Annotated[
-        int | None,
-        option(
-            "words of a passage of plain text, at most; default: as before, or 150 and what --model reads"
-        ),
-    ] = None,
-    skip_unreadable: Annotated[bool, option("leave out files that cannot be read, and name them")] = False,
-    nearest: Annotated[
-        Literal["exact", "hnsw"] | None,
-        option("compare every vector, or those that a graph proposes; default: as before, or exact"),
-    ] = None,
-    device: Device = "auto",
-    json: Json = False,
-) -> None:
+    words: int | None = None,
+    skip_unreadable: bool = False,
+    nearest: Literal["exact", "hnsw"] | None = None,
+    device: str = "auto",
+    on_progress: OnProgress = lambda stage, done, total: None,
+) -> View:
     """Index the passages of files, to search them by meaning and by words.
 
     Given again, the command embeds only what has changed. It may be stopped at any moment.
+
+    Args:
+        files (FILE): files and folders of text or .jsonl, .gz as well; none: those of the index
+        out (INDEX): the folder of the index
+        words: words of a passage of plain text, at most; default: as before, or 150 and what --model reads
+        skip_unreadable: leave out files that cannot be read, and name them
+        nearest: compare every vector, or those that a graph proposes; default: as before, or exact
 
     For example:
       clearhead index notes/ --model my-encoder/ --out notes.index
@@ -70,28 +54,40 @@ def index(
     embedder = None if model is None else load_model(model, device=device)
     from clearhead.labs.retrieval.index import build_index
 
-    with warnings_as_notes(), progress() as show:
-        made = build_index(out, embedder, files, words, skip_unreadable, nearest, show)
-    sources = made.manifest["sources"]
-    body = {"index": str(out), "files": len(sources), "passages": len(made), "model": made.manifest["model"]}
-    show_result(body, json, [f"{out}: {len(made):,} passages of {len(sources):,} files"])
+    with warnings_as_notes():
+        built = build_index(out, embedder, files, words, skip_unreadable, nearest, on_progress)
+    sources = built.manifest["sources"]
+    body = {
+        "index": str(out),
+        "files": len(sources),
+        "passages": len(built),
+        "model": built.manifest["model"],
+    }
+    return View(body, [f"{out}: {len(built):,} passages of {len(sources):,} files"])
 
 
 def search(
-    folder: IndexFolder,
-    query: Annotated[
-        Positional[str | None],
-        option("what to look for; - or nothing: stdin, one query per line", metavar="QUERY"),
-    ] = None,
-    k: Annotated[int, option("how many passages")] = 5,
-    by: Annotated[Ways, option("compare meaning (vectors), words (BM25), or both ranks")] = "both",
-    exact: Annotated[bool, option("compare every vector, even where the index has a graph (hnsw)")] = False,
+    folder: Path,
+    query: str | None = None,
+    *,
+    k: int = 5,
+    by: Ways = "both",
+    exact: bool = False,
     model: Embedder = None,
-    stale: Stale = False,
-    full: Annotated[bool, option("print whole passages, not the first two lines of each")] = False,
-    options: Options = TextOptions(),  # noqa: B008
+    stale: bool = False,
+    full: bool = False,
+    options: Options = USUAL,
 ) -> None:
     """Find the passages nearest to a query.
+
+    Args:
+        folder (INDEX): an index, made by clearhead index
+        query (QUERY): what to look for; - or nothing: stdin, one query per line
+        k: how many passages
+        by: compare meaning (vectors), words (BM25), or both ranks
+        exact: compare every vector, even where the index has a graph (hnsw)
+        stale: search even where files have changed since they were indexed
+        full: print whole passages, not the first two lines of each
 
     For example:
       clearhead search notes.index "where did we meet?"
@@ -101,34 +97,29 @@ def search(
     _check_device(model, options.device)
     from clearhead.labs.retrieval.index import Index
 
-    found = Index(folder, None if model is None else options.load(model), stale, exact)
+    index = Index(folder, None if model is None else options.load(model), stale, exact)
 
     def line(fields: dict[str, Any], hits: list[Any]) -> str:
         return "\n".join(f"{hit.score:.4f}\t{hit.passage.place}\t{hit.passage.text}" for hit in hits)
 
     def show(hits: list[Any]) -> str:
-        return "\n".join(_shown(number, hit, full) for number, hit in enumerate(hits, start=1))
+        """Show the score and the place of each passage, and below it two lines of its text, or all."""
+        two = textwrap.TextWrapper(
+            shutil.get_terminal_size().columns, "   ", "   ", max_lines=2, placeholder=" ..."
+        )
+        return "\n".join(
+            f"{number}. {hit.score:.4f}  {hit.passage.place}\n"
+            + (textwrap.indent(hit.text, "   ") if full else two.fill(" ".join(hit.text.split())))
+            for number, hit in enumerate(hits, start=1)
+        )
 
     options.run(
         {"query": query},
-        compute=lambda batch: found.search_all([fields["query"] for fields in batch], k, by) if batch else [],
+        compute=lambda batch: index.search_all([fields["query"] for fields in batch], k, by) if batch else [],
         body=lambda fields, hits: {**fields, "passages": [cited(hit) for hit in hits]},
         line=line,
         show=show,
     )
-
-
-def _shown(number: int, hit: Any, full: bool) -> str:
-    """Return a passage for people: its score and place, and below the first two lines of its text, or all."""
-    width, indent = shutil.get_terminal_size().columns, "   "
-    if full:
-        text = textwrap.indent(hit.text, indent)
-    else:
-        words = " ".join(hit.text.split())
-        text = textwrap.fill(
-            words, width, initial_indent=indent, subsequent_indent=indent, max_lines=2, placeholder=" ..."
-        )
-    return f"{number}. {hit.score:.4f}  {hit.passage.place}\n{text}"
 
 
 def _check_device(model: Path | None, device: str) -> None:
@@ -159,21 +150,25 @@ def cite(fields: dict[str, Any], hits: list[Any], json: bool) -> None:
 
 def answer(
     folder: Folder,
-    question: Annotated[
-        Positional[str | None],
-        option("- or nothing: stdin, question, tab, context on a line", metavar="QUESTION"),
-    ] = None,
-    context: Annotated[Positional[str | None], option("the text to look in", metavar="CONTEXT")] = None,
-    none: Annotated[bool, option("allow that the context has no answer")] = False,
-    max_tokens: Annotated[int, option("the longest answer")] = 30,
-    stride: Annotated[int, option("tokens that two windows over a long context share")] = 128,
-    retrieve: Annotated[
-        Path | None, option("look in the nearest passages of this index, in place of a context")
-    ] = None,
+    question: str | None = None,
+    context: str | None = None,
+    *,
+    none: bool = False,
+    max_tokens: int = 30,
+    stride: int = 128,
+    retrieve: Path | None = None,
     passages: Passages = 3,
-    options: Options = TextOptions(),  # noqa: B008
+    options: Options = USUAL,
 ) -> None:
     """Find the part of a text that answers a question.
+
+    Args:
+        question (QUESTION): - or nothing: stdin, question, tab, context on a line
+        context (CONTEXT): the text to look in
+        none: allow that the context has no answer
+        max_tokens: the longest answer
+        stride: tokens that two windows over a long context share
+        retrieve: look in the nearest passages of this index, in place of a context
 
     For example:
       clearhead answer my-model/ "Who lives in Berlin?" "Anna lives in Berlin."
@@ -187,44 +182,48 @@ def answer(
 
     def compute(batch: list[dict[str, Any]]) -> list[Answer]:
         if retrieve is None or not batch:
-            asked, given = ([fields[name] for fields in batch] for name in ("question", "context"))
-            return model.answer(asked, given, none=none, **limits)
+            questions, contexts = ([fields[name] for fields in batch] for name in ("question", "context"))
+            return model.answer(questions, contexts, none=none, **limits)
         return list(map(from_passages, batch))
 
     def from_passages(fields: dict[str, Any]) -> Answer:
         """Read each passage by itself; cite the one with the likeliest answer first."""
         hits = find(fields["question"])
-        found = model.answer(
+        answers = model.answer(
             [fields["question"]] * len(hits), [hit.passage.text for hit in hits], none=none, **limits
         )
-        order = sorted(range(len(hits)), key=lambda n: (not found[n].text, -found[n].score))
+        order = sorted(range(len(hits)), key=lambda n: (not answers[n].text, -answers[n].score))
         cite(fields, [hits[n] for n in order], options.json)
-        return found[order[0]]
+        return answers[order[0]]
 
     options.run(
         {"question": question} | ({"context": context} if retrieve is None else {}),
         compute,
-        body=lambda fields, made: {
+        body=lambda fields, result: {
             **{name: value for name, value in fields.items() if name != "context"},
-            **asdict(made),
+            **asdict(result),
         },
-        line=lambda fields, made: made.text,
+        line=lambda fields, result: result.text,
     )
 
 
 def rerank(
-    folder: Folder,
-    query: Annotated[Positional[str], option("what the texts are to answer", metavar="QUERY")],
-    texts: Annotated[
-        Positional[tuple[str, ...]], option("the texts; none: those of --file", metavar="TEXT")
-    ] = (),
-    file: Annotated[Path | None, option("read one text per line; - : stdin", aliases=("--data",))] = None,
-    top: Annotated[int | None, option("show so many")] = None,
-    batch_size: Annotated[int, option("texts at a time")] = 32,
-    device: Device = "auto",
-    json: Json = False,
-) -> None:
+    model: ModelArgument,
+    query: str,
+    texts: tuple[str, ...] = (),
+    *,
+    file: Path | None = None,
+    top: int | None = None,
+    batch_size: int = 32,
+) -> View:
     """Put the texts first that answer a query best, by a cross-encoder or by vectors.
+
+    Args:
+        query (QUERY): what the texts are to answer
+        texts (TEXT): the texts; none: those of --file
+        file (--data): read one text per line; - : stdin
+        top: show so many
+        batch_size: texts at a time
 
     For example:
       clearhead rerank my-reranker/ "Where is Anna?" "Anna is here." "It rains."
@@ -232,8 +231,8 @@ def rerank(
     """
     refuse(bool(texts) == (file is not None), "give the texts to rank, or one --file of them, one on a line")
     refuse(batch_size < 1, f"batch-size {batch_size} must be 1 or more")
-    given = list(texts) if file is None else texts_of(file)
-    found = load_model(folder, device=device).rerank(query, given, top, batch_size)
-    rows = [[f"{one.score:.4f}", str(one.index + 1), one.text] for one in found]
-    shown = table(query, ["score", "number", "text"], rows)
-    show_result({"results": [asdict(one) for one in found]}, json, [shown])
+    candidates = list(texts) if file is None else texts_of(file)
+    ranked = model().rerank(query, candidates, top, batch_size)
+    columns: dict[str, Column] = {"score": "{.score:.4f}", "number": lambda hit: str(hit.index + 1)}
+    shown = listing(query, columns | {"text": "{.text}"}, ranked)
+    return View({"results": [asdict(hit) for hit in ranked]}, [shown])

@@ -7,76 +7,63 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from tyro.conf import Positional, UseAppendAction
-
-from clearhead.app.commands.common import Dtype, Folder, check_inputs, load_model, option, print_notes
+from clearhead.app.commands.common import Folder, check_inputs, load_model, print_notes
 from clearhead.app.commands.retrieve import Passages, Retrieve
+from clearhead.app.views import Repeated
 from clearhead.errors import InputError, MissingExtraError, refuse
 
 if TYPE_CHECKING:
     from clearhead.run.serve.engine import ServeEngine
 
 KEY = "CLEARHEAD_API_KEY"
-Tokens = Annotated[int, option("tokens read in one step at most")]
-Running = Annotated[int, option("texts written at the same time")]
-Cache = Annotated[int | None, option("tokens that the cache holds; default: as many as 1 GiB holds")]
-Device = Annotated[str, option("where the model runs", metavar="cpu|cuda|mps|auto")]
 
 
 def serve(
     folder: Folder,
-    model: Annotated[
-        UseAppendAction[tuple[str, ...]], option("one more model, under a name", metavar="NAME=DIR")
-    ] = (),
-    adapter: Annotated[
-        UseAppendAction[tuple[str, ...]],
-        option(
-            "a low-rank update of the first model, under a name: PEFT's directory, or what train.lora leaves",
-            metavar="NAME=DIR",
-        ),
-    ] = (),
-    host: Annotated[
-        str, option("address to listen on; others than this machine's own let others in")
-    ] = "127.0.0.1",
-    port: Annotated[int, option("0: any that is free")] = 8000,
-    api_key_file: Annotated[
-        Path | None, option(f"keys, one on a line, of which a request must have one; also: ${KEY}")
-    ] = None,
-    max_waiting: Annotated[
-        int | None, option("requests that wait; more get 429; default: an eighth of max-running")
-    ] = None,
-    max_waiting_tokens: Annotated[int, option("tokens of the prompts that wait")] = 262_144,
-    step_tokens: Tokens = 512,
-    max_running: Running = 64,
-    cache_tokens: Cache = None,
-    exact: Annotated[
-        bool, option("logits with the same bits whoever shares the batch; slower for one text alone")
-    ] = False,
-    lookup: Annotated[
-        int | None,
-        option("tokens guessed from a text itself at most, where it pays; 0: none; default: 8, on a GPU 0"),
-    ] = None,
+    *,
+    model: Repeated = (),
+    adapter: Repeated = (),
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key_file: Path | None = None,
+    max_waiting: int | None = None,
+    max_waiting_tokens: int = 262_144,
+    step_tokens: int = 512,
+    max_running: int = 64,
+    cache_tokens: int | None = None,
+    exact: bool = False,
+    lookup: int | None = None,
     retrieve: Retrieve = None,
     passages: Passages = 3,
-    drain: Annotated[
-        float, option("seconds that running requests get when the server is told to end")
-    ] = 30.0,
-    page: Annotated[
-        bool, option("show the page at / also where others reach the server: they see all requests")
-    ] = False,
-    log_prompts: Annotated[
-        bool, option("write what is asked to stderr, a line each; else nothing of it is written anywhere")
-    ] = False,
-    share_prefix_cache: Annotated[
-        bool,
-        option("share cached prefixes between API keys too: cached_tokens then tells what others have asked"),
-    ] = False,
-    device: Device = "auto",
-    dtype: Dtype = None,
+    drain: float = 30.0,
+    page: bool = False,
+    log_prompts: bool = False,
+    share_prefix_cache: bool = False,
+    cors: Repeated = (),
+    max_model_len: int | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
 ) -> None:
     """Serve a model over HTTP, with the routes of OpenAI's API: any client of it works.
+
+    Args:
+        model (NAME=DIR): one more model, under a name
+        adapter (NAME=DIR): a low-rank update of the first model, under a name: PEFT's directory, or what
+            train.lora leaves
+        api_key_file: keys, one on a line, of which a request must have one; also: $CLEARHEAD_API_KEY
+        max_waiting: requests that wait; more get 429; default: an eighth of max-running
+        max_waiting_tokens: tokens of the prompts that wait
+        exact: logits with the same bits whoever shares the batch; slower for one text alone
+        lookup: draft tokens looked up in the text itself, where it pays; 0: none; default: 8, on a GPU 0
+        drain: seconds that running requests get when the server is told to end
+        page: show the page at / also where others reach the server: they see all requests
+        log_prompts: write what is asked to stderr, a line each; else nothing of it is written anywhere
+        share_prefix_cache: share cached prefixes between API keys too: cached_tokens then tells what others
+            have asked
+        cors (ORIGIN): let pages of another server ask, such as http://localhost:3000; *: any
+        max_model_len: tokens of a prompt and its answer together; default: the model's own length
 
     For example:
       clearhead serve my-model/
@@ -85,8 +72,8 @@ def serve(
       clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
       clearhead serve my-model/ --retrieve notes.index
     """
-    given = [(folder.resolve().name, folder), *(_named(one, "model") for one in model)]
-    updates = dict(tuned := [_named(one, "adapter") for one in adapter])
+    given = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
+    updates = dict(tuned := [_named(stated, "adapter") for stated in adapter])
     folders, names = dict(given), [name for name, _ in (*given, *tuned)]
     for one in (*folders.values(), *updates.values()):
         check_inputs(one)
@@ -98,17 +85,25 @@ def serve(
 
         from clearhead.app.explorer.app import is_loopback
         from clearhead.run.serve.app import ServedPassages, make_server
-        from clearhead.run.serve.server import Connection, FrontedServer, connections_allowed
+        from clearhead.run.serve.server import Connection, connections_allowed
     except ImportError:
         raise MissingExtraError("serving needs FastAPI and uvicorn: pip install 'clearhead[serve]'") from None
     from clearhead.app.commands.models import bind
     from clearhead.labs.retrieval.index import Index
     from clearhead.run.serve.limits import Limits
 
-    found = None if retrieve is None else ServedPassages(Index(retrieve), passages)
+    served = None if retrieve is None else ServedPassages(Index(retrieve), passages)
     waiting = max(1, max_running // 8) if max_waiting is None else max_waiting
     limits = Limits(
-        step_tokens, max_running, waiting, max_waiting_tokens, 64, cache_tokens, exact, lookup=lookup
+        step_tokens,
+        max_running,
+        waiting,
+        max_waiting_tokens,
+        64,
+        cache_tokens,
+        exact,
+        lookup=lookup,
+        max_length=max_model_len,
     )
     listening = bind(host, port)
     engines = {
@@ -121,6 +116,9 @@ def serve(
             [f"warning: {host} can be reached by others, and no key is asked for: see --api-key-file"]
         )
     for name, engine in engines.items():
+        own = engine.m.max_length
+        if engine.max_length > own:
+            print_notes([f"warning: {name} was made for {own} tokens, and takes up to {max_model_len}"])
         if exact and not engine.exact:
             print_notes([f"note: on this machine the last bits of {name}'s logits depend on the batch"])
     print_notes([f"clearhead serves {', '.join(engines)}: {address}/v1  (Ctrl-C ends it)"])
@@ -128,8 +126,8 @@ def serve(
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("clearhead.run.serve").setLevel(logging.INFO)
     shown = page or is_loopback(host)
-    app = make_server(engines, host, keys, drain, found, shown, log_prompts, share_prefix_cache)
-    Connection.most = connections_allowed()
+    app = make_server(engines, host, keys, drain, served, shown, log_prompts, share_prefix_cache, cors)
+    Connection.most, Connection.refusal = connections_allowed(), app.state.admission.early
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -138,26 +136,30 @@ def serve(
         http=Connection,
     )
     sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
-    FrontedServer(config, host, listening, list(engines.values()), keys).run()
+    uvicorn.Server(config).run([listening])
 
 
 def batch(
     folder: Folder,
-    requests: Annotated[Positional[Path], option("requests, one JSON object on a line", metavar="IN.jsonl")],
-    answers: Annotated[Positional[Path], option("where answers are added, a line each", metavar="OUT.jsonl")],
-    step_tokens: Tokens = 512,
-    max_running: Running = 64,
-    cache_tokens: Cache = None,
-    ray: Annotated[
-        int, option("engines to run as actors of Ray, on the cluster that RAY_ADDRESS names or here; 0: none")
-    ] = 0,
-    device: Device = "auto",
-    dtype: Dtype = None,
+    requests: Path,
+    answers: Path,
+    *,
+    step_tokens: int = 512,
+    max_running: int = 64,
+    cache_tokens: int | None = None,
+    ray: int = 0,
+    device: str = "auto",
+    dtype: str | None = None,
 ) -> None:
     """Answer a file of requests: OpenAI's batch lines, or bodies of completions and chats.
 
     Broken off and started again, it goes on with the rows that have no answer yet. A file that holds anything
     but answers, or answers to other requests under the same names, is refused and left as it is.
+
+    Args:
+        requests (IN.jsonl): requests, one JSON object on a line
+        answers (OUT.jsonl): where answers are added, a line each
+        ray: engines to run as actors of Ray, on the cluster that RAY_ADDRESS names or here; 0: none
 
     For example:
       clearhead batch my-model/ requests.jsonl answers.jsonl
@@ -199,7 +201,7 @@ def _engine(
     for name, where in (adapters or {}).items():
         if is_adapter(where):
             m.adapters.add(name, where)
-            updates[name] = m.adapters.products(name)
+            updates[name] = m.adapters.scaled_matrices(name)
         else:
             tuned = load_model(where, device=device, dtype=dtype).model
             updates[name] = updates_of(m.model, tuned, name)
@@ -214,12 +216,12 @@ def _named(given: str, option: str) -> tuple[str, Path]:
 
 def _keys(file: Path | None) -> list[str]:
     """Return the keys of the file and of the environment."""
-    found = [os.environ[KEY]] if os.environ.get(KEY) else []
+    keys = [os.environ[KEY]] if os.environ.get(KEY) else []
     if file is None:
-        return found
+        return keys
     try:
         lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--api-key-file {file} cannot be read: {error}") from None
     refuse(not any(lines), f"--api-key-file {file} has no key: write one on each line")
-    return [*found, *filter(None, lines)]
+    return [*keys, *filter(None, lines)]

@@ -8,21 +8,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from tyro.conf import Positional
-
-from clearhead.app.commands.common import (
-    Device,
-    Dtype,
-    Folder,
-    Tokenizer,
-    check_apart,
-    load_model,
-    option,
-    print_notes,
-    writing,
-)
+from clearhead.app.commands.common import Folder, check_apart, load_model, print_notes, writing
 from clearhead.app.commands.texts import Input, results
 from clearhead.errors import ClearheadError, InputError, refuse
 
@@ -34,48 +22,43 @@ SUFFIXES = ("txt", "srt", "vtt")  # formats of which each sound has a file
 
 def transcribe(
     folder: Folder,
-    files: Annotated[Positional[tuple[Path, ...]], option("sound: WAV, FLAC, OGG, MP3", metavar="FILE")],
-    language: Annotated[
-        str | None, option("what is spoken, such as de or german; default: what the model hears")
-    ] = None,
-    task: Annotated[
-        Literal["transcribe", "translate"], option("write down what is said, or its English translation")
-    ] = "transcribe",
-    timestamps: Annotated[bool, option("segments, each with the time when it begins and ends")] = False,
-    format: Annotated[
-        Literal["txt", "srt", "vtt", "json"] | None,
-        option("segments as OpenAI's program writes them: lines or subtitles; json: --json with times"),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None, option("tokens of a window at most; default: what the model has room for")
-    ] = None,
-    temperature: Annotated[
-        tuple[float, ...],
-        option("how freely tokens are drawn, 0: the best each time; several are tried in order", metavar="T"),
-    ] = (0.0,),
-    compression_ratio_threshold: Annotated[
-        float | None,
-        option("with several T, one that repeats itself more is read again (default: 1.35)"),
-    ] = None,
-    logprob_threshold: Annotated[
-        float | None, option("a window whose tokens are less probable is read again, too (default: -1)")
-    ] = None,
-    no_speech_threshold: Annotated[
-        float | None,
-        option("such an improbable window is skipped where silence is likelier (default: 0.6)"),
-    ] = None,
-    seed: Annotated[int, option("for tokens that are drawn")] = 0,
-    output: Annotated[
-        Path | None,
-        option("write there, whole or not at all; of several files in txt, srt or vtt: a directory"),
-    ] = None,
-    json: Annotated[bool, option("a JSON object for each file, on one line")] = False,
-    batch_size: Annotated[int, option("windows of 30 seconds at a time")] = 8,
-    tokenizer: Tokenizer = None,
-    device: Device = "auto",
-    dtype: Dtype = None,
+    files: tuple[Path, ...],
+    *,
+    language: str | None = None,
+    task: Literal["transcribe", "translate"] = "transcribe",
+    timestamps: bool = False,
+    format: Literal["txt", "srt", "vtt", "json"] | None = None,
+    max_new_tokens: int | None = None,
+    temperature: tuple[float, ...] = (0.0,),
+    compression_ratio_threshold: float | None = None,
+    logprob_threshold: float | None = None,
+    no_speech_threshold: float | None = None,
+    seed: int = 0,
+    output: Path | None = None,
+    json: bool = False,
+    batch_size: int = 8,
+    tokenizer: Path | None = None,
+    device: str = "auto",
+    dtype: str | None = None,
 ) -> None:
     """Write down what is said in sound files; long ones are read by windows.
+
+    Args:
+        files (FILE): sound: WAV, FLAC, OGG, MP3
+        language: what is spoken, such as de or german; default: what the model hears
+        task: write down what is said, or its English translation
+        timestamps: segments, each with the time when it begins and ends
+        format: segments as OpenAI's program writes them: lines or subtitles; json: --json with times
+        max_new_tokens: tokens of a window at most; default: what the model has room for
+        temperature (T): how freely tokens are drawn, 0: the best each time; several are tried in order
+        compression_ratio_threshold: with several T, one that repeats itself more is read again (default:
+            1.35)
+        logprob_threshold: a window whose tokens are less probable is read again, too (default: -1)
+        no_speech_threshold: such an improbable window is skipped where silence is likelier (default: 0.6)
+        seed: for tokens that are drawn
+        output: write there, whole or not at all; of several files in txt, srt or vtt: a directory
+        json: a JSON object for each file, on one line
+        batch_size: windows of 30 seconds at a time
 
     For example:
       clearhead transcribe whisper/ talk.wav
@@ -93,7 +76,7 @@ def transcribe(
     check_apart(output, files)
     targets = {} if whole is None else _targets(files, whole, output)
     model = load_model(folder, tokenizer, device, dtype)
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         **{"language": language, "task": task, "timestamps": timestamps or format is not None},
         **{"max_new_tokens": max_new_tokens, "batch_size": batch_size},
         **{"temperature": temperature, "seed": seed},
@@ -101,7 +84,7 @@ def transcribe(
         "logprob_threshold": logprob_threshold,
         "no_speech_threshold": no_speech_threshold,
     }
-    model.transcribe([], **asked)  # a mistake in the options is said once, before any sound is read
+    model.transcribe([], **options)  # a mistake in the options is reported once, before any sound is read
     if targets and not single:
         try:
             next(iter(targets.values())).parent.mkdir(parents=True, exist_ok=True)
@@ -110,25 +93,28 @@ def transcribe(
     failed = 0
     with writing(None if targets else output) as write:
         inputs = (Input({"file": str(file)}) for file in files)
-        for item, made in results(
-            inputs, lambda batch: model.transcribe([one["file"] for one in batch], **asked), batch_size
+        for item, transcript in results(
+            inputs,
+            lambda batch: model.transcribe([fields["file"] for fields in batch], **options),
+            batch_size,
         ):
             name = item.fields["file"]
-            if isinstance(made, ClearheadError):
+            if isinstance(transcript, ClearheadError):
                 if single:
-                    raise made
+                    raise transcript
                 failed += 1
-                print_notes([f"clearhead: {made}"])  # never where transcripts go; a JSON line is a record
+                # Never where transcripts go; a JSON line is a record.
+                print_notes([f"clearhead: {transcript}"])
                 if json or format == "json":
-                    write(jsonlib.dumps({"file": name, "error": str(made)}))
+                    write(jsonlib.dumps({"file": name, "error": str(transcript)}))
             elif json or format == "json":
-                write(jsonlib.dumps({"file": name, **body(made)}, ensure_ascii=False))
+                write(jsonlib.dumps({"file": name, **body(transcript)}, ensure_ascii=False))
             elif whole is not None:
                 with writing(targets.get(Path(name))) as write_whole:
-                    if text := as_format(made.segments, whole):
+                    if text := as_format(transcript.segments, whole):
                         write_whole(text)
             else:
-                shown = (f"{'' if single else f'{name}: '}{line}" for line in lines(made, timestamps))
+                shown = (f"{'' if single else f'{name}: '}{line}" for line in lines(transcript, timestamps))
                 for line in shown:
                     write(line)
     if failed:
@@ -155,31 +141,37 @@ def _targets(files: Sequence[Path], format: str, output: Path | None) -> dict[Pa
     return targets
 
 
-def body(made: Transcription) -> dict[str, Any]:
+def body(transcript: Transcription) -> dict[str, Any]:
     """Return a transcript as JSON values."""
-    segments = [{"start": one.start, "end": one.end, "text": one.text} for one in made.segments]
-    said = {"text": made.text, "language": made.language, "seconds": made.seconds, "segments": segments}
-    return {**said, "windows": [asdict(one) for one in made.windows]} if made.windows else said
+    values = {name: getattr(transcript, name) for name in ("text", "language", "seconds")}
+    values["segments"] = [
+        {"start": segment.start, "end": segment.end, "text": segment.text} for segment in transcript.segments
+    ]
+    windows = [asdict(window) for window in transcript.windows]
+    return values | ({"windows": windows} if windows else {})
 
 
 def as_format(segments: Sequence[Segment], format: str) -> str:
     """Return segments as OpenAI's program writes a file of this format, but for its last end of line."""
     if format == "txt":
-        return "\n".join(one.text.strip() for one in segments)
+        return "\n".join(segment.text.strip() for segment in segments)
     mark, hours = (",", True) if format == "srt" else (".", False)
     parts = ["WEBVTT\n"] if format == "vtt" else []
-    for number, one in enumerate(segments, start=1):
-        times = f"{_clock(one.start, mark, hours)} --> {_clock(one.end, mark, hours)}"
-        text = one.text.strip().replace("-->", "->")  # which would be read as times
+    for number, segment in enumerate(segments, start=1):
+        times = f"{_clock(segment.start, mark, hours)} --> {_clock(segment.end, mark, hours)}"
+        text = segment.text.strip().replace("-->", "->")  # which would be read as times
         parts.append("\n".join([*([str(number)] if format == "srt" else []), times, f"{text}\n"]))
     return "\n".join(parts)
 
 
-def lines(made: Transcription, timestamps: bool) -> list[str]:
+def lines(transcript: Transcription, timestamps: bool) -> list[str]:
     """Return a transcript as text: one line, or one with its times for each segment; of silence none."""
     if not timestamps:
-        return [made.text] if made.text else []
-    return [f"[{_clock(one.start)} --> {_clock(one.end)}] {one.text}" for one in made.segments]
+        return [transcript.text] if transcript.text else []
+    return [
+        f"[{_clock(segment.start)} --> {_clock(segment.end)}] {segment.text}"
+        for segment in transcript.segments
+    ]
 
 
 def _clock(seconds: float, mark: str = ".", always_hours: bool = False) -> str:

@@ -42,7 +42,7 @@ Text = Annotated[
     Positional[str | None], option("the text; - or nothing: stdin, one text per line", metavar="TEXT")
 ]
 NO_TEXT = "no text was given: write it after the directory, name a --file, or pipe in one text per line"
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 class Input(NamedTuple):
@@ -87,10 +87,10 @@ class TextOptions:
     def run(
         self,
         given: Mapping[str, str | None],
-        compute: Callable[[list[dict[str, Any]]], Iterable[Made]],
-        body: Callable[[dict[str, Any], Made], dict[str, Any]],
-        line: Callable[[dict[str, Any], Made], str],
-        show: Callable[[Made], Any] | None = None,
+        compute: Callable[[list[dict[str, Any]]], Iterable[Result]],
+        body: Callable[[dict[str, Any], Result], dict[str, Any]],
+        line: Callable[[dict[str, Any], Result], str],
+        show: Callable[[Result], Any] | None = None,
         optional: Mapping[str, str | None] | None = None,
         ids: bool | None = None,
         array: bool = False,
@@ -122,7 +122,7 @@ class TextOptions:
         )
         if not single:
             list(compute([]))
-        values, made, failed = {**given, **(optional or {})}, 0, list[ClearheadError]()
+        values, written, failed = {**given, **(optional or {})}, 0, list[ClearheadError]()
         vectors: list[Any] = []  # for a matrix; None where an input failed
         with (
             writing(self.output, "wb" if matrix else "w") as write,
@@ -138,16 +138,19 @@ class TextOptions:
                     show_result({}, False, [show(result)])
                     continue
                 else:
-                    made += 1
+                    written += 1
                     row, text, vector = body(item.fields, result), line(item.fields, result), result
                 if matrix:
                     vectors.append(vector)
+                elif self.json:  # unused fields of the input stay, as given_NAME where the result has NAME
+                    unused = {f"given_{n}" if n in row else n: value for n, value in item.unused.items()}
+                    write(jsonlib.dumps({**unused, **row}, ensure_ascii=False))
                 else:
-                    write(_joined(row, item.unused) if self.json else text)
+                    write(text)
             if matrix:
                 write(_npy(vectors))
         if failed:
-            count = f"{len(failed)} of {made + len(failed)} inputs failed"
+            count = f"{len(failed)} of {written + len(failed)} inputs failed"
             print_notes([f"clearhead: {count}, the first: {failed[0]}"])
             sys.exit(1)
 
@@ -166,19 +169,19 @@ class TextOptions:
         try:
             with _lines(self.file) as lines:
                 for number, raw in enumerate(lines, 1):
-                    place, found = f"{name} line {number}", dict[str, Any]()
+                    place, values_read = f"{name} line {number}", dict[str, Any]()
                     try:
                         text = (raw.decode("utf-8") if isinstance(raw, bytes) else raw).rstrip("\r\n")
                         refuse(not text, "the line is blank: give some text")
-                        found = _from_json(text) if jsonl else _from_tabs(text, needed)
-                        fields = _checked(found, values, needed, ids)
+                        values_read = _from_json(text) if jsonl else _from_tabs(text, needed)
+                        fields = _checked(values_read, values, needed, ids)
                     except UnicodeDecodeError as error:
                         wrong = f"byte {error.start + 1} is not UTF-8: convert the file"
                         yield Input({}, place=place, error=InputError(f"{place}: {wrong}"))
                     except InputError as error:
-                        yield Input({}, found, place, _placed(error, place))
+                        yield Input({}, values_read, place, _placed(error, place))
                     else:
-                        unused = {name: value for name, value in found.items() if name not in fields}
+                        unused = {name: value for name, value in values_read.items() if name not in fields}
                         yield Input(fields, unused, place)
         except (EOFError, OSError, zlib.error) as error:
             raise InputError(
@@ -213,25 +216,36 @@ def together(
 
 
 Options = Annotated[TextOptions, arg(name="")]  # its flags without a prefix
+USUAL = TextOptions()
 
 
 def results(
-    inputs: Iterator[Input], compute: Callable[[list[dict[str, Any]]], Iterable[Made]], batch_size: int
-) -> Iterator[tuple[Input, Made | ClearheadError]]:
-    """Give each input with its result, or with what is wrong with it, in order."""
+    inputs: Iterator[Input], compute: Callable[[list[dict[str, Any]]], Iterable[Result]], batch_size: int
+) -> Iterator[tuple[Input, Result | ClearheadError]]:
+    """Give each input with its result, or with what is wrong with it, in order.
+
+    Where the file itself fails, its error is raised after the results of what was read.
+    """
     wrong: list[ClearheadError] = []
-    readable = _until_wrong(inputs, wrong)
+
+    def until_wrong() -> Iterator[Input]:
+        try:
+            yield from inputs
+        except ClearheadError as error:
+            wrong.append(error)
+
+    readable = until_wrong()
     while batch := list(islice(readable, batch_size)):
-        made = iter(_attempt([item for item in batch if item.error is None], compute))
+        outputs = iter(_attempt([item for item in batch if item.error is None], compute))
         for item in batch:
-            yield item, next(made) if item.error is None else item.error
+            yield item, next(outputs) if item.error is None else item.error
     if wrong:
         raise wrong[0]
 
 
 def _attempt(
-    batch: list[Input], compute: Callable[[list[dict[str, Any]]], Iterable[Made]]
-) -> list[Made | ClearheadError]:
+    batch: list[Input], compute: Callable[[list[dict[str, Any]]], Iterable[Result]]
+) -> list[Result | ClearheadError]:
     """Return the results of a batch; where it fails, try its halves, down to the inputs that are wrong."""
     try:
         return list(compute([item.fields for item in batch])) if batch else []
@@ -242,14 +256,6 @@ def _attempt(
         return [*_attempt(batch[:half], compute), *_attempt(batch[half:], compute)]
 
 
-def _until_wrong(inputs: Iterator[Input], wrong: list[ClearheadError]) -> Iterator[Input]:
-    """Give the inputs up to where the file itself fails; keep the error for when their results are out."""
-    try:
-        yield from inputs
-    except ClearheadError as error:
-        wrong.append(error)
-
-
 def _placed(error: ClearheadError, place: str) -> ClearheadError:
     return type(error)(f"{place}: {error}") if place else error
 
@@ -258,26 +264,20 @@ def _checked(
     values: Mapping[str, Any], names: Iterable[str], needed: Iterable[str], ids: bool | None
 ) -> dict[str, Any]:
     """Return the named fields among some values: texts, or token ids; all that are needed are there."""
-    found = {name: values[name] for name in names if values.get(name) is not None}
+    fields = {name: values[name] for name in names if values.get(name) is not None}
     all_needed = ", ".join(f'"{name}"' for name in needed)
     for name in needed:
-        refuse(name not in found, f"there is no {name}: an input needs {all_needed}")
-    for name, value in found.items():
+        refuse(name not in fields, f"there is no {name}: an input needs {all_needed}")
+    for name, value in fields.items():
         if ids and isinstance(value, str):
-            found[name] = value = token_ids(value)
+            fields[name] = value = token_ids(value)
         listed = isinstance(value, list) and all(type(token) is int for token in value)
         allowed = "text" if ids is None else "text, or a list of token ids"
         refuse(
             not isinstance(value, str) and not (listed and ids is not None),
             f"{name} is {value!r:.40}: it must be {allowed}",
         )
-    return found
-
-
-def _joined(row: dict[str, Any], unused: Mapping[str, Any]) -> str:
-    """Return a result as JSON with the unused fields of its input, called given_NAME where it has NAME."""
-    passed = {f"given_{name}" if name in row else name: value for name, value in unused.items()}
-    return jsonlib.dumps({**passed, **row}, ensure_ascii=False)
+    return fields
 
 
 def _npy(rows: list[list[float] | None]) -> bytes:
@@ -331,15 +331,11 @@ def _lines(path: Path | None) -> Iterator[Iterable[bytes | str]]:
 
 
 def texts_of(file: Path) -> list[str]:
-    """Return the lines of a file, or of stdin for "-", of which none may be blank."""
-    name, found = "stdin" if str(file) == "-" else str(file), list[str]()
-    with _lines(None if str(file) == "-" else file) as lines:
-        for number, raw in enumerate(lines, 1):
-            try:
-                text = (raw.decode("utf-8") if isinstance(raw, bytes) else raw).rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise InputError(f"{name} line {number}: byte {error.start + 1} is not UTF-8") from None
-            refuse(not text.strip(), f"{name} line {number} is blank: give some text")
-            found.append(text)
-    refuse(not found, f"{name} has no line: give one text on each")
-    return found
+    """Return the texts of a file, or of stdin for "-"; refuse one that cannot be read."""
+    inputs = list(
+        TextOptions(None if str(file) == "-" else file)._inputs({"text": None}, ("text",), None, False)
+    )
+    for error in (item.error for item in inputs if item.error is not None):
+        raise error
+    refuse(not inputs, f"{file} has no line: give one text on each")
+    return [item.fields["text"] for item in inputs]

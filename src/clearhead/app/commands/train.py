@@ -13,22 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-from typing import Annotated, Any
-
-from tyro.conf import Positional, UseAppendAction, arg
+from typing import Any
 
 import clearhead as ch
-from clearhead.app.commands.common import (
-    DATA,
-    Device,
-    Json,
-    check_apart,
-    check_inputs,
-    option,
-    print_notes,
-    show_result,
-    writing,
-)
+from clearhead.app.commands.common import check_apart, check_inputs, print_notes, writing
 from clearhead.app.report import confusion_tables, size, table
 from clearhead.app.views import ModelArgument, OnProgress, Repeated, View, drawing
 from clearhead.errors import refuse
@@ -45,23 +33,27 @@ SHOWN = ("task", "examples", "targets", "metrics", "intervals", "signatures")
 
 
 def train(
-    data: Annotated[Positional[tuple[str, ...]], option(DATA, metavar="DATA")] = (),
-    recipe: Annotated[str | None, option("a recipe's name or .toml file; default: by the data")] = None,
-    out: Annotated[Path | None, option("folder to write; default: runs/ and the name of the data")] = None,
-    set: Annotated[
-        UseAppendAction[tuple[str, ...]],
-        arg(
-            metavar="KEY=VALUE",
-            help="change the recipe, such as train.steps=2000; each run's train.toml explains the keys",
-        ),
-    ] = (),
-    resume: Annotated[Path | None, option("go on with the run in this folder", metavar="DIR")] = None,
-    overwrite: Annotated[bool, option("remove an earlier run in the output folder")] = False,
-    dry_run: Annotated[bool, option("show every decision and the sizes; train and write nothing")] = False,
-    show: Annotated[bool, option("print the keys of the recipe, with their values and meanings")] = False,
-    json: Json = False,
-) -> None:
-    """Train a model from your own files, whose format is guessed. Without DATA, list the corpora and recipes.
+    data: tuple[str, ...] = (),
+    *,
+    recipe: str | None = None,
+    out: Path | None = None,
+    set: Repeated = (),
+    resume: Path | None = None,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    show: bool = False,
+) -> View | None:
+    """Train a model from your own files, whose format is detected. Without DATA, list corpora and recipes.
+
+    Args:
+        data (DATA): files, folders, globs, or an embedded corpus
+        recipe: a recipe's name or .toml file; default: by the data
+        out: folder to write; default: runs/ and the name of the data
+        set (KEY=VALUE): change the recipe, such as train.steps=2000; each run's train.toml explains the keys
+        resume (DIR): go on with the run in this folder
+        overwrite: remove an earlier run in the output folder
+        dry_run: show every decision and the sizes; train and write nothing
+        show: print the keys of the recipe, with their values and meanings
 
     For example:
       clearhead train my.txt
@@ -76,38 +68,35 @@ def train(
     if show:
         refuse(data or resume is not None, "--show prints a recipe, not a run: leave data and --resume out")
         shown = ch.read_recipe(recipe, set)
-        show_result(dataclasses.asdict(shown), json, [shown.to_toml()])
-        return
+        return View(dataclasses.asdict(shown), [shown.to_toml()])
     if not data and resume is None and not ch.read_recipe(recipe, set).data.paths:
         refuse(
             recipe is not None or set or out is not None,
             "name the data to train on: files, folders or a corpus; clearhead train alone lists them",
         )
-        _list(json)
-        return
+        return _lists()
     watcher = Watcher()
     if dry_run:
         refuse(resume is not None, "--dry-run is for a new run: leave --resume out")
-        from clearhead.learn.training.rehearsal import rehearse
+        from clearhead.learn.training.run import rehearse
 
-        found = rehearse(data, recipe=recipe, out=out, settings=set, on_event=watcher)
+        rehearsal = rehearse(data, recipe=recipe, out=out, settings=set, on_event=watcher)
         sizes = [
             f"{name}: {value:,}" if isinstance(value, int) else f"{name}: {value}"
-            for name, value in found.sizes.items()
+            for name, value in rehearsal.sizes.items()
             if name not in DISK
         ]
-        needed, free = (found.sizes[name] for name in DISK)
-        parameters, steps = (f"{found.sizes[name]:,}" for name in ("parameters", "steps"))
+        needed, free = (rehearsal.sizes[name] for name in DISK)
+        parameters, steps = (f"{rehearsal.sizes[name]:,}" for name in ("parameters", "steps"))
         ends = [
-            f"folder: {found.folder}",
+            f"folder: {rehearsal.folder}",
             f"disk: {size(needed)} at most, and {size(free)} are free",
-            f"ready: {steps} steps of {found.sizes['task']} with {parameters} parameters on "
-            f"{found.sizes['device']}; nothing was trained or written",
+            f"ready: {steps} steps of {rehearsal.sizes['task']} with {parameters} parameters on "
+            f"{rehearsal.sizes['device']}; nothing was trained or written",
         ]
         if needed > free:
-            print_notes([f"{found.folder} needs {size(needed)}, and {size(free)} are free there"])
-        show_result(found.to_dict(), json, [found.recipe.to_toml(), *sizes, *ends])
-        return
+            print_notes([f"{rehearsal.folder} needs {size(needed)}, and {size(free)} are free there"])
+        return View(rehearsal, [rehearsal.recipe.to_toml(), *sizes, *ends])
     with _stopping() as signals:
         try:
             done = ch.train(
@@ -137,15 +126,15 @@ def train(
         print_notes([f"{many}: their loss or gradient was not finite; log.jsonl has them"])
     best = f"best at step {done.metrics['step']}: {_figures(done.metrics)}" if done.metrics else ""
     tries = [f"try   clearhead {done.command}", f"      clearhead check {folder}"]
-    show_result(body, json, [best, f"saved {folder}", *tries])
+    return View(body, [best, f"saved {folder}", *tries])
 
 
 def _figures(metrics: dict[str, Any]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items() if name != "step")
 
 
-def _list(json: bool) -> None:
-    """List the corpora and recipes that come with clearhead."""
+def _lists() -> View:
+    """Return the corpora and recipes that come with clearhead."""
     from clearhead.learn.data.corpora import CORPORA
 
     body = {"corpora": {name: corpus.sentence for name, corpus in CORPORA.items()}, "recipes": recipe_names()}
@@ -155,7 +144,7 @@ def _list(json: bool) -> None:
     )
     first = "clearhead train FILE ...     trains on your files; or on one of these:"
     second = "\n--recipe NAME                how; without it, by what the data are:"
-    show_result(body, json, [first, corpora, second, recipes])
+    return View(body, [first, corpora, second, recipes])
 
 
 @contextmanager
@@ -165,11 +154,11 @@ def _stopping() -> Iterator[list[signal.Signals]]:
     A second Ctrl-C stops at once. `torchrun` passes on a Ctrl-C that the terminal has already sent to all.
     """
     received: list[signal.Signals] = []
-    asked = 0.0
+    requested = 0.0
 
     def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        echo, asked = started() and time.monotonic() - asked < ECHO, asked or time.monotonic()
+        nonlocal requested
+        echo, requested = started() and time.monotonic() - requested < ECHO, requested or time.monotonic()
         if received and number == signal.SIGINT and not echo:
             raise KeyboardInterrupt
         received.append(signal.Signals(number))
@@ -275,9 +264,6 @@ def evaluate(
     Args:
         data (DATA): files, folders, globs, or an embedded corpus
         recipe: a recipe whose [data] says how to read them; default: the one of the model's training
-        beams: search with this many beams; default: the model's own, else 4
-        length_penalty: above 0 favours long texts; default: the model's own, else 1
-        max_new_tokens: where a text ends at the latest; default: the model's own
         batch_size: rows at a time; default: by their length
         output: write what the model said there, a line for each example
         plot (FILE): draw a classifier's confusion matrix: FILE.png, .svg or .pdf
@@ -302,7 +288,7 @@ def evaluate(
         f"{output} cannot be written: name a file in a folder that is there",
     )
     from clearhead.learn.data.corpora import CORPORA
-    from clearhead.learn.data.examples import TEXT
+    from clearhead.learn.data.examples import Chunk
     from clearhead.learn.data.files import expand
     from clearhead.learn.evaluation.evaluate import data_plan, task_for
     from clearhead.learn.tasks.table import task_named
@@ -314,14 +300,14 @@ def evaluate(
     plan = data_plan(folder, data, recipe, set)
     task = task_for(m, plan.task)
     refuse(
-        output is not None and task_named(task).shape is TEXT,
+        output is not None and task_named(task).row is Chunk,
         f"--output {output}: a model judged by {task} gives no answers to write: leave it out",
     )
     refuse(
         plot is not None and not (task_named(task).classes and task_named(task).pooled),
         f"--plot {plot} draws the confusion matrix of a classifier, and this model is judged by {task}",
     )
-    asked = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
+    search = {"num_beams": beams, "length_penalty": length_penalty, "max_new_tokens": max_new_tokens}
     done = ch.evaluate(
         m,
         data,
@@ -331,7 +317,7 @@ def evaluate(
         tokenize=tokenize,
         lowercase=lowercase,
         on_progress=on_progress,
-        **{name: value for name, value in asked.items() if value is not None},
+        **{name: value for name, value in search.items() if value is not None},
     )
     if output is not None:
         with writing(output) as write:
@@ -353,32 +339,40 @@ def evaluate(
 
 
 def align(
-    model: Annotated[
-        Positional[str], option("a directory of CLIP or SigLIP; or clip, siglip: a new model", metavar="DIR")
-    ],
-    data: Annotated[
-        Positional[Path],
-        option("rows of image and caption: TSV or CSV with a header, JSON lines", metavar="DATA"),
-    ],
-    out: Annotated[Path, option("the directory of the run")],
-    validation: Annotated[Path | None, option("held-out rows; default: every tenth of DATA")] = None,
-    steps: Annotated[int, option("batches to train on")] = 1000,
-    batch_size: Annotated[int, option("pairs that are told from each other")] = 64,
-    lr: Annotated[float, option("the peak learning rate")] = 5e-4,
-    weight_decay: Annotated[float, option("of matrices")] = 0.1,
-    seed: Annotated[int, option("of new weights, and of the order of pairs")] = 0,
-    validate_every: Annotated[int, option("steps; a checkpoint is written too")] = 100,
-    d_model: Annotated[int | None, option("new model: width of both towers; default: 128")] = None,
-    n_layers: Annotated[
-        int | None, option("new model: of the text tower, default 2; images have twice as many")
-    ] = None,
-    resume: Annotated[bool, option("go on with the run in --out, given all else as before")] = False,
-    device: Device = "auto",
-    json: Json = False,
-) -> None:
+    model: str,
+    data: Path,
+    *,
+    out: Path,
+    validation: Path | None = None,
+    steps: int = 1000,
+    batch_size: int = 64,
+    lr: float = 5e-4,
+    weight_decay: float = 0.1,
+    seed: int = 0,
+    validate_every: int = 100,
+    d_model: int | None = None,
+    n_layers: int | None = None,
+    resume: bool = False,
+    device: str = "auto",
+) -> View:
     """Train two towers, so that a picture and its caption come to lie near each other.
 
     The loss is the model's own: CLIP's cross entropy or SigLIP's sigmoid loss.
+
+    Args:
+        model (DIR): a directory of CLIP or SigLIP; or clip, siglip: a new model
+        data (DATA): rows of image and caption: TSV or CSV with a header, JSON lines
+        out: the directory of the run
+        validation: held-out rows; default: every tenth of DATA
+        steps: batches to train on
+        batch_size: pairs that are told from each other
+        lr: the peak learning rate
+        weight_decay: of matrices
+        seed: of new weights, and of the order of pairs
+        validate_every: steps; a checkpoint is written too
+        d_model: new model: width of both towers; default: 128
+        n_layers: new model: of the text tower, default 2; images have twice as many
+        resume: go on with the run in --out, given all else as before
 
     For example:
       clearhead align clip captions.tsv --out run/
@@ -405,9 +399,9 @@ def align(
     def told(event: Event) -> None:
         if isinstance(event, Validated):
             figures = {"step": event.step, **event.metrics}
-            found = f"{figures['image_to_text']:.1%} of images find their caption"
+            right = f"{figures['image_to_text']:.1%} of images find their caption"
             chance = f"chance {figures['chance']:.1%}"
-            print_notes([f"step {event.step}: loss {figures['loss']:.4f}, {found} ({chance})"])
+            print_notes([f"step {event.step}: loss {figures['loss']:.4f}, {right} ({chance})"])
             lines.append(figures)
 
     if resume:
@@ -419,4 +413,4 @@ def align(
         changes |= {} if validation is None else {"data.validation": str(validation)}
         run(str(data), out=out, settings=changes, on_event=told)
     note = f"wrote {out}: try clearhead classify {out} IMAGE --labels A B"
-    show_result({"validations": lines, "folder": str(out)}, json, [note])
+    return View({"validations": lines, "folder": str(out)}, [note])

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-from clearhead.app.commands.common import Beams, Folder, LengthPenalty, TokenIds, option, warnings_as_notes
+from clearhead.app.commands.common import Folder, TokenIds, option, warnings_as_notes
 from clearhead.app.commands.requests import GroupedRequest
 from clearhead.app.commands.retrieve import Passages, Retrieve, cite, reader
-from clearhead.app.commands.texts import Options, Text, TextOptions, together
+from clearhead.app.commands.texts import USUAL, Options, Text, together
 from clearhead.app.report import class_table, fill_table, score_table, tag_table
 from clearhead.errors import refuse
 from clearhead.labs.retrieval.passages import before_prompt
@@ -19,33 +19,31 @@ from clearhead.learn.tasks.results import Candidate, Generation
 from clearhead.run.generate.request import make_request
 
 PairText = Annotated[str | None, option("the second text, for a model of pairs; in JSON lines: pair")]
-Prompt = Annotated[
-    Positional[str | None],
-    option(
-        "the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per line",
-        metavar="TEXT",
-    ),
-]
 
 
 def generate(
     folder: Folder,
-    prompt: Prompt = None,
+    prompt: str | None = None,
+    *,
     asking: Annotated[GroupedRequest, arg(name="")] = GroupedRequest(),  # noqa: B008
-    draft: Annotated[
-        Path | None, option("a smaller model that proposes draft tokens, in place of --lookup")
-    ] = None,
+    draft: Path | None = None,
     best: Annotated[
         int | None,
         option("report log-probabilities, and so many of the best tokens at each step", name="logprobs"),
     ] = None,
-    stream: Annotated[bool, option("print the text as it grows")] = False,
+    stream: bool = False,
     ids: TokenIds = False,
     retrieve: Retrieve = None,
     passages: Passages = 3,
-    options: Options = TextOptions(),  # noqa: B008
+    options: Options = USUAL,
 ) -> None:
     """Continue a text.
+
+    Args:
+        prompt (TEXT): the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per
+            line
+        draft: a smaller model that proposes draft tokens, in place of --lookup
+        stream: print the text as it grows
 
     For example:
       clearhead generate my-model/ "Once upon a time"
@@ -92,28 +90,28 @@ def generate(
                 cite(fields, hits, options.json)
             return generation.generate(model, prompts, given, hooks)
 
-        def body(fields: dict[str, Any], made: list[Generation]) -> dict[str, Any]:
-            found = [_as_json(one) for one in made]
-            return {**fields, **({"results": found} if request.num_return > 1 else found[0])}
+        def body(fields: dict[str, Any], generations: list[Generation]) -> dict[str, Any]:
+            bodies = [_as_json(generation) for generation in generations]
+            return {**fields, **({"results": bodies} if request.num_return > 1 else bodies[0])}
 
-        def line(fields: dict[str, Any], made: list[Generation]) -> str:
+        def line(fields: dict[str, Any], generations: list[Generation]) -> str:
             lead = written(fields["prompt"]) if goes_on else ""
-            return "" if live else "\n".join(f"{lead}{_text(one)}" for one in made)
+            return "" if live else "\n".join(f"{lead}{_text(generation)}" for generation in generations)
 
         with warnings_as_notes():
             options.run({"prompt": prompt}, compute, body, line, ids=ids)
 
 
-def _text(made: Generation) -> str:
+def _text(generation: Generation) -> str:
     """Return the text that was written; without a tokenizer, its token ids."""
-    return " ".join(map(str, made.ids)) if made.text is None else made.text
+    return " ".join(map(str, generation.ids)) if generation.text is None else generation.text
 
 
-def _as_json(made: Generation) -> dict[str, Any]:
-    shown = {"text": made.text, "ids": made.ids, "stop_reason": made.stop_reason}
+def _as_json(generation: Generation) -> dict[str, Any]:
+    shown = {"text": generation.text, "ids": generation.ids, "stop_reason": generation.stop_reason}
     extra = {
-        **{"logprobs": made.logprobs, "alternatives": made.alternatives},
-        **{"score": made.score, "layers": made.layers},
+        **{"logprobs": generation.logprobs, "alternatives": generation.alternatives},
+        **{"score": generation.score, "layers": generation.layers},
     }
     return shown | {key: value for key, value in extra.items() if value is not None}
 
@@ -121,13 +119,12 @@ def _as_json(made: Generation) -> dict[str, Any]:
 def translate(
     folder: Folder,
     text: Text = None,
-    max_new_tokens: Annotated[
-        int | None, option("where the text ends at the latest; default: the model's own")
-    ] = None,
-    beams: Beams = None,
-    length_penalty: LengthPenalty = None,
+    *,
+    max_new_tokens: int | None = None,
+    beams: int | None = None,
+    length_penalty: float | None = None,
     ids: TokenIds = False,
-    options: Options = TextOptions(),  # noqa: B008
+    options: Options = USUAL,
 ) -> None:
     """Translate, or whatever else an encoder-decoder was trained to make of a text.
 
@@ -140,8 +137,8 @@ def translate(
     options.run(
         {"text": text},
         compute=lambda batch: model.translate(_texts(batch), max_new_tokens, beams, length_penalty),
-        body=lambda fields, made: {"source": fields["text"], **_as_json(made)},
-        line=lambda fields, made: _text(made),
+        body=lambda fields, result: {"source": fields["text"], **_as_json(result)},
+        line=lambda fields, result: _text(result),
         ids=ids,
     )
 
@@ -149,11 +146,15 @@ def translate(
 def score(
     folder: Folder,
     text: Text = None,
-    source: Annotated[str | None, option("what the encoder reads, for an encoder-decoder")] = None,
+    *,
+    source: str | None = None,
     ids: TokenIds = False,
-    options: Options = TextOptions(),  # noqa: B008
+    options: Options = USUAL,
 ) -> None:
     """How probable a model finds a text: log-probability of each token, total, perplexity.
+
+    Args:
+        source: what the encoder reads, for an encoder-decoder
 
     For example:
       clearhead score my-model/ "The cat sat on the mat"
@@ -166,13 +167,13 @@ def score(
     check_scores(model)
     options.run(
         {"text": text},
-        compute=lambda batch: [model.score(one["text"], one.get("source", source)) for one in batch],
-        body=lambda fields, made: {
-            **{"text": fields["text"], "ids": made.ids, "logprobs": made.logprobs},
-            **{"total": made.total, "perplexity": made.perplexity},
+        compute=lambda batch: [model.score(fields["text"], fields.get("source", source)) for fields in batch],
+        body=lambda fields, result: {
+            **{"text": fields["text"], "ids": result.ids, "logprobs": result.logprobs},
+            **{"total": result.total, "perplexity": result.perplexity},
         },
-        line=lambda fields, made: f"{made.total:.4f}\t{made.perplexity:.4f}",
-        show=lambda made: score_table(made, labels(model.tokenizer, made.ids)),
+        line=lambda fields, result: f"{result.total:.4f}\t{result.perplexity:.4f}",
+        show=lambda result: score_table(result, labels(model.tokenizer, result.ids)),
         optional={"source": source},
         ids=ids,
     )
@@ -180,18 +181,17 @@ def score(
 
 def classify(
     folder: Folder,
-    text: Annotated[
-        Positional[str | None],
-        option("a text, or an image file; - or nothing: stdin, one per line", metavar="TEXT"),
-    ] = None,
+    text: str | None = None,
+    *,
     pair: PairText = None,
-    labels: Annotated[
-        tuple[str, ...],
-        option("the classes, in words, for an image and a model of two towers (CLIP, SigLIP)"),
-    ] = (),
-    options: Options = TextOptions(),  # noqa: B008
+    labels: tuple[str, ...] = (),
+    options: Options = USUAL,
 ) -> None:
     """Find the class of a text, a pair of texts or an image, with its probability.
+
+    Args:
+        text (TEXT): a text, or an image file; - or nothing: stdin, one per line
+        labels: the classes, in words, for an image and a model of two towers (CLIP, SigLIP)
 
     For example:
       clearhead classify my-model/ "A film to see twice."
@@ -211,18 +211,13 @@ def classify(
         {"text": text},
         compute=lambda batch: model.classify(_pairs(batch), options.rows, labels or None),
         body=_joined,
-        line=lambda fields, made: f"{made.label}\t{made.probability:.4f}",
+        line=lambda fields, result: f"{result.label}\t{result.probability:.4f}",
         show=class_table,
         optional={"pair": pair},
     )
 
 
-def predict(
-    folder: Folder,
-    text: Text = None,
-    pair: PairText = None,
-    options: Options = TextOptions(),  # noqa: B008
-) -> None:
+def predict(folder: Folder, text: Text = None, pair: PairText = None, options: Options = USUAL) -> None:
     """Predict a number for a text or a pair of texts, with a model of task regress.
 
     For example:
@@ -230,18 +225,18 @@ def predict(
       clearhead predict my-model/ --file reviews.txt --json
     """
     model = options.load(folder)
-    from clearhead.learn.tasks.entries.regress import predict
+    from clearhead.learn.tasks.entries.classify import predict
 
     options.run(
         {"text": text},
         compute=lambda batch: cast(list[float], predict(model, _pairs(batch), options.rows)),
-        body=lambda fields, made: {**fields, "number": made},
-        line=lambda fields, made: f"{made:.6g}",
+        body=lambda fields, result: {**fields, "number": result},
+        line=lambda fields, result: f"{result:.6g}",
         optional={"pair": pair},
     )
 
 
-def tag(folder: Folder, text: Text = None, options: Options = TextOptions()) -> None:  # noqa: B008
+def tag(folder: Folder, text: Text = None, options: Options = USUAL) -> None:
     """Tag each word of a text, and find the spans that the tags make.
 
     For example:
@@ -255,18 +250,16 @@ def tag(folder: Folder, text: Text = None, options: Options = TextOptions()) -> 
         {"text": text},
         compute=lambda batch: tag(model, _texts(batch), options.rows),
         body=_joined,
-        line=lambda fields, made: " ".join(f"{word.text}/{word.label}" for word in made.words),
+        line=lambda fields, result: " ".join(f"{word.text}/{word.label}" for word in result.words),
         show=tag_table,
     )
 
 
-def fill(
-    folder: Folder,
-    text: Text = None,
-    k: Annotated[int, option("how many candidates for each mask")] = 5,
-    options: Options = TextOptions(),  # noqa: B008
-) -> None:
+def fill(folder: Folder, text: Text = None, *, k: int = 5, options: Options = USUAL) -> None:
     """Fill in the masked words of a text, with the likeliest candidates of a masked model.
+
+    Args:
+        k: how many candidates for each mask
 
     For example:
       clearhead fill my-model/ "The [MASK] sat on the mat."
@@ -276,12 +269,17 @@ def fill(
     from clearhead.learn.tasks.reading import fill
 
     def line(fields: dict[str, Any], masks: list[list[Candidate]]) -> str:
-        return "\t".join(" ".join(f"{one.token}:{one.probability:.4f}" for one in mask) for mask in masks)
+        return "\t".join(
+            " ".join(f"{candidate.token}:{candidate.probability:.4f}" for candidate in mask) for mask in masks
+        )
 
     options.run(
         {"text": text},
         compute=lambda batch: fill(model, _texts(batch), k, options.rows),
-        body=lambda fields, masks: {**fields, "masks": [[asdict(one) for one in mask] for mask in masks]},
+        body=lambda fields, masks: {
+            **fields,
+            "masks": [[asdict(candidate) for candidate in mask] for mask in masks],
+        },
         line=line,
         show=fill_table,
     )
@@ -290,11 +288,16 @@ def fill(
 def embed(
     folder: Folder,
     text: Text = None,
-    prompt: Annotated[str | None, option("the name of the model's prompt to put before each text")] = None,
-    images: Annotated[bool, option("the texts are image files, for a model of two towers")] = False,
-    options: Options = TextOptions(),  # noqa: B008
+    *,
+    prompt: str | None = None,
+    images: bool = False,
+    options: Options = USUAL,
 ) -> None:
     """Turn a text, or an image, into one vector.
+
+    Args:
+        prompt: the name of the model's prompt to put before each text
+        images: the texts are image files, for a model of two towers
 
     For example:
       clearhead embed my-model/ "A quiet town by the river."
@@ -311,10 +314,10 @@ def embed(
     options.run(
         {"text": text},
         compute=lambda batch: model.embed(
-            [read(one) for one in _texts(batch)], options.batch_size, prompt
+            [read(name) for name in _texts(batch)], options.batch_size, prompt
         ).tolist(),
-        body=lambda fields, made: {**fields, "embedding": made},
-        line=lambda fields, made: " ".join(f"{value:.6g}" for value in made),
+        body=lambda fields, result: {**fields, "embedding": result},
+        line=lambda fields, result: " ".join(f"{value:.6g}" for value in result),
         array=True,
         of_file=options.batch_size or 1024,
     )
@@ -329,6 +332,6 @@ def _pairs(batch: list[dict[str, Any]]) -> list[Any]:
     return [(fields["text"], fields["pair"]) if "pair" in fields else fields["text"] for fields in batch]
 
 
-def _joined(fields: dict[str, Any], made: Any) -> dict[str, Any]:
+def _joined(fields: dict[str, Any], result: Any) -> dict[str, Any]:
     """Return an input and its result in one JSON object."""
-    return {**fields, **asdict(made)}
+    return {**fields, **asdict(result)}

@@ -75,10 +75,10 @@ def make_app(session: Session, host: str = "127.0.0.1") -> FastAPI:
     @app.get("/")
     @app.get("/{name}")
     def static(name: str = "index.html") -> Response:
-        found = page_files().get(name)  # a name that is not in this fixed table is not looked for
-        if found is None:
+        file = page_files().get(name)  # a name that is not in this fixed table is not looked for
+        if file is None:
             return _refusal("there is no such file", 404)
-        return Response(found[0], media_type=f"{found[1]}; charset=utf-8")
+        return Response(file[0], media_type=f"{file[1]}; charset=utf-8")
 
     app.include_router(inside_routes(session))
     return app
@@ -136,7 +136,7 @@ async def _body(request: Request) -> dict[str, Any]:
     return dict(body)
 
 
-Asked = Annotated[dict[str, Any], Depends(_body)]
+Body = Annotated[dict[str, Any], Depends(_body)]
 
 
 def inside_routes(session: Session) -> APIRouter:
@@ -155,13 +155,13 @@ def inside_routes(session: Session) -> APIRouter:
 
     @router.get("/roles")
     def roles() -> dict[str, Any]:
-        found = session.models[0].roles
-        return {"ready": found is not None, "roles": found or {}}
+        roles = session.models[0].roles
+        return {"ready": roles is not None, "roles": roles or {}}
 
     @router.get("/examples")
     def examples() -> dict[str, Any]:
-        found = session.models[0].findings
-        return {"ready": found is not None, "examples": found or []}
+        findings = session.models[0].findings
+        return {"ready": findings is not None, "examples": findings or []}
 
     @router.get("/analyses")
     def analyses() -> dict[str, Any]:
@@ -187,48 +187,48 @@ def inside_routes(session: Session) -> APIRouter:
         return finite(cost(session.model(model).config, length, batch, dtype, source_length).to_dict())
 
     @router.post("/run")
-    def begin(asked: Asked) -> dict[str, Any]:
-        return session.begin(asked)
+    def begin(body: Body) -> dict[str, Any]:
+        return session.begin(body)
 
     @router.post("/tokens")
-    def tokens(asked: Asked) -> dict[str, Any]:
-        return {"tokens": session.tokens(asked)}
+    def tokens(body: Body) -> dict[str, Any]:
+        return {"tokens": session.tokens(body)}
 
     @router.post("/run/{name}/extend")
-    def extend(name: str, asked: Asked) -> dict[str, Any]:
-        run, token = session.run(name), _whole(asked, "token")
+    def extend(name: str, body: Body) -> dict[str, Any]:
+        run, token = session.run(name), _whole(body, "token")
         last = run.m.config.vocab_size - 1
         refuse(not 0 <= token <= last, f"token {token} is not in the vocabulary: ids go from 0 to {last}")
         with session.lock:
             return session.keep(run.extended(token))
 
     @router.post("/run/{name}/ablate")
-    def ablate(name: str, asked: Asked) -> Any:
-        run, position = session.run(name), _whole(asked, "position")
-        heads, layers, feedforwards = (_names(asked, key) for key in ("heads", "layers", "feedforwards"))
-        how = str(asked.get("how", "zero"))
-        second = session.run(str(asked.get("second"))) if how == "second" else None
+    def ablate(name: str, body: Body) -> Any:
+        run, position = session.run(name), _whole(body, "position")
+        heads, layers, feedforwards = (_names(body, key) for key in ("heads", "layers", "feedforwards"))
+        how = str(body.get("how", "zero"))
+        second = session.run(str(body.get("second"))) if how == "second" else None
         with session.lock:
             return finite(ablated(run, heads, layers, feedforwards, how, position, second))
 
     @router.post("/run/{name}/steer")
-    def steer(name: str, asked: Asked) -> Any:
+    def steer(name: str, body: Body) -> Any:
         run = session.run(name)
-        texts = [asked.get(key) for key in ("toward", "away")]
-        strength: Any = asked.get("strength", 1.0)
+        texts = [body.get(key) for key in ("toward", "away")]
+        strength: Any = body.get("strength", 1.0)
         refuse(not all(isinstance(text, str) for text in texts), "toward and away must be texts")
         refuse(type(strength) not in (int, float), "strength must be a number")
         toward, away = map(str, texts)
-        layer, position = _whole(asked, "layer"), _whole(asked, "position")
+        layer, position = _whole(body, "layer"), _whole(body, "position")
         with session.aside:
             return finite(steered(run, (toward, away), layer, strength, position))
 
     @router.get("/export")
     def export(run: str, state: str = "", second: str = "") -> HTMLResponse:
-        found, other = session.run(run), session.run(second) if second else None
+        recorded, other = session.run(run), session.run(second) if second else None
         with session.lock:
-            opened = session.models[found.number]
-            page = single_file(record_run(found, opened.name, state, other, opened.findings or ()))
+            opened = session.models[recorded.number]
+            page = single_file(record_run(recorded, opened.name, state, other, opened.findings or ()))
         return HTMLResponse(
             page,
             headers={
@@ -259,21 +259,21 @@ def inside_routes(session: Session) -> APIRouter:
     return router
 
 
-def _whole(asked: dict[str, Any], name: str) -> int:
-    value: Any = asked.get(name)
+def _whole(body: dict[str, Any], name: str) -> int:
+    value: Any = body.get(name)
     refuse(type(value) is not int, f"{name} must be a whole number")
     return int(value)
 
 
-def _names(asked: dict[str, Any], name: str) -> list[str]:
-    listed = [] if asked.get(name) is None else asked[name]
+def _names(body: dict[str, Any], name: str) -> list[str]:
+    listed = [] if body.get(name) is None else body[name]
     refuse(
         not isinstance(listed, list)
         or len(listed) > MOST_NAMES
-        or not all(isinstance(one, str | int) for one in listed),
+        or not all(isinstance(part, str | int) for part in listed),
         f"{name} must be a list of names",
     )
-    return [str(one) for one in listed]
+    return [str(part) for part in listed]
 
 
 def _numbers(text: str) -> list[int]:

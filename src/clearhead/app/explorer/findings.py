@@ -9,7 +9,7 @@ import numpy as np
 from clearhead.app.explorer.views import TASKS
 from clearhead.core.config import ModelConfig
 from clearhead.errors import ClearheadError
-from clearhead.inside.attention import maps_of
+from clearhead.inside.attention import attention
 from clearhead.inside.attribution import occlusion, paths
 from clearhead.inside.geometry import similarity
 from clearhead.inside.inputs import Prepared, cached_pass, prepare
@@ -56,13 +56,13 @@ TRANSLATES = (
 
 def findings(m: Model) -> list[dict[str, Any]]:
     """Return up to five inputs as the page sends them, each with what was found in it under "says"."""
-    found = []
-    for asked, given, pair in _inputs(m):
+    examples = []
+    for sent, given, pair in _inputs(m):
         try:
-            found.append({**asked, "says": _says(m, given, pair)})
+            examples.append({**sent, "says": _says(m, given, pair)})
         except ClearheadError:
             continue
-    return found
+    return examples
 
 
 def shapes(config: ModelConfig) -> dict[str, Array]:
@@ -89,11 +89,11 @@ def _inputs(m: Model) -> list[tuple[dict[str, Any], Any, str | None]]:
     """Return what the page sends, what the model reads, and a second text."""
     config = m.config
     if config.input == "patches":
-        return [({"image": _png(one), "name": name}, one, None) for name, one in shapes(config).items()]
+        return [({"image": _png(image), "name": name}, image, None) for name, image in shapes(config).items()]
     if m.tokenizer is None:
         last = max(config.vocab_size - 1, 1)
         rows = ([0, 1] * 4, list(range(8)), [3, 1, 4, 1, 5, 3, 1, 4], [2] * 6, list(range(8, 0, -1)))
-        return [({"ids": ids}, ids, None) for ids in ([one % last for one in row] for row in rows)]
+        return [({"ids": ids}, ids, None) for ids in ([number % last for number in row] for row in rows)]
     if config.family == "encoder-decoder":
         return [({"text": text}, text, None) for text in TRANSLATES]
     task = TASKS.get(config.head or "", "embed")
@@ -101,7 +101,7 @@ def _inputs(m: Model) -> list[tuple[dict[str, Any], Any, str | None]]:
         return [({"text": text, "pair": other}, text, other) for text, other in PAIRS]
     texts = {"next": WRITES, "fill": FILLS}.get(task, READS)
     mask = (m.tokenizer.id_to_token(m.special["mask"]) if "mask" in m.special else None) or ""
-    return [({"text": text}, text, None) for text in (one.replace("{}", mask) for one in texts)]
+    return [({"text": text}, text, None) for text in (template.replace("{}", mask) for template in texts)]
 
 
 def _says(m: Model, given: Any, pair: str | None) -> str:
@@ -123,15 +123,15 @@ def _says(m: Model, given: Any, pair: str | None) -> str:
 
 def _carried(prepared: Prepared, position: int) -> str:
     """Say which head brought most to the answer, and from which token."""
-    found = paths(prepared.m, prepared, position=position)
-    best = found.leading()
+    carried = paths(prepared.m, prepared, position=position)
+    best = carried.leading()
     if best is None:
         terms = contributions(prepared.m, prepared, position=position).largest(1)
-        return f"“{found.choice}” is made at its own token, mostly by {terms[0].name}"
-    source = found.tokens[best.source] if not best.part.startswith("cross") else ""
-    if source.strip("·▁ ").lower() == found.choice.strip("·▁ ").lower():
+        return f"“{carried.choice}” is made at its own token, mostly by {terms[0].name}"
+    source = carried.tokens[best.source] if not best.part.startswith("cross") else ""
+    if source.strip("·▁ ").lower() == carried.choice.strip("·▁ ").lower():
         return f"head {best.part} copies “{source}”"
-    return f"head {best.part} brings “{source}” to the answer “{found.choice}”"
+    return f"head {best.part} brings “{source}” to the answer “{carried.choice}”"
 
 
 def _missed(prepared: Prepared) -> str:
@@ -142,18 +142,18 @@ def _missed(prepared: Prepared) -> str:
         words = [place for place, mark in enumerate(prepared.tokens.special) if not mark]
         usual = max(tags, key=tags.count)
         column = next((place for place in words if tags[place] != usual), words[0] if words else 0)
-    found = occlusion(prepared.m, prepared, position=column)
-    at = int(found.dropped.argmax())
+    missed = occlusion(prepared.m, prepared, position=column)
+    at = int(missed.dropped.argmax())
     read = f" of “{prepared.tokens.labels[column]}”" if prepared.m.config.head == "tagger" else ""
     what = "patch " if prepared.main.is_floating_point() else ""
-    worth = f"({float(found.dropped[at]):+.2f} logits)"
-    return f"“{found.choice}”{read} rests most on {what}“{found.units[at]}” {worth}"
+    worth = f"({float(missed.dropped[at]):+.2f} logits)"
+    return f"“{missed.choice}”{read} rests most on {what}“{missed.units[at]}” {worth}"
 
 
 def _aligned(prepared: Prepared) -> str:
     """Say which cross-attention head aligns two words most sharply."""
     assert prepared.source_tokens is not None
-    heads = [head for each in maps_of(prepared, ["cross"]).of("cross") for head in each.heads()]
+    heads = attention(prepared.m, prepared, kinds=["cross"]).heads()
     marks = prepared.source_tokens.special
     words = [place for place, mark in enumerate(marks) if not mark] or list(
         range(len(prepared.source_tokens))

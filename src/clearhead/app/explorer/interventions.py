@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from clearhead.app.explorer.views import PageRun, packed_floats, short
-from clearhead.errors import refuse
-from clearhead.inside.ablation import How, Means, effect, effect_of_each
+from clearhead.errors import InputError, refuse
+from clearhead.inside.ablation import How, effect, effect_of_each
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.geometry import neighbours, projection, similarity
 from clearhead.inside.heads import library_sentences
-from clearhead.inside.inputs import Prepared, choices_of, find_column, prepare
+from clearhead.inside.inputs import choices_of, find_column, prepare
+from clearhead.inside.interventions import Values, steering, steering_vector
 from clearhead.inside.logit_attribution import firing
 from clearhead.inside.memories import ReadCorpus, read_corpus
-from clearhead.inside.patch import patch, steering, steering_vector
+from clearhead.inside.patch import patch
 from clearhead.inside.results import plain
 from clearhead.run.api import Model
 
@@ -41,7 +42,7 @@ def ablated(
     position: int,
     second: PageRun | None = None,
 ) -> dict[str, Any]:
-    """Return the scores at one position with parts of the model off, beside those of the whole model.
+    """Return the scores at one position with parts of the model off, next to those of the whole model.
 
     How they are off: "zero", "mean", or "second": what they give is taken from the run of a second text.
     """
@@ -51,17 +52,16 @@ def ablated(
     seen = effect(run.m, run.given, heads, layers, feedforwards, kind, means, **where, top=LISTED)
     before, after = seen.before.softmax(-1).tolist(), seen.after.softmax(-1).tolist()
     rows = [
-        {"id": one.id, "label": one.label, "before": before[one.id], "after": after[one.id]}
-        for one in seen.top
+        {"id": choice.id, "label": choice.label, "before": before[choice.id], "after": after[choice.id]}
+        for choice in seen.top
     ]
     return {"ablated": list(seen.ablated), "how": how, "kl": seen.kl, "position": position, "rows": rows}
 
 
-def _activations(run: PageRun, second: PageRun | None) -> Means:
-    """Return what every part gives in the run of a second text, as `effect` takes means: a row a token."""
+def _activations(run: PageRun, second: PageRun | None) -> Values:
+    """Return what every part gives in the run of a second text, which `effect` puts at the same tokens."""
     if second is None:
-        refuse(True, "there is no second text to take anything from: give one")
-    assert second is not None
+        raise InputError("there is no second text to take anything from: give one")
     _same_model(run, second)
     other = prepare(second.m, second.given, run.target, second.pair)
     for ours, theirs in (
@@ -79,7 +79,7 @@ def _activations(run: PageRun, second: PageRun | None) -> Means:
         "*.feedforward.out",
         *(["*.cross.out"] if run.m.config.main.cross else []),
     )
-    return {name: x[0] for name, x in other.record(*taps)[1].items()}
+    return other.record(*taps)[1]
 
 
 def _same_model(run: PageRun, second: PageRun) -> None:
@@ -90,21 +90,21 @@ def _same_model(run: PageRun, second: PageRun) -> None:
 
 def effects(run: PageRun, how: How, position: int = -1) -> dict[str, Any]:
     """Return what the model says at one position without each of its parts alone; probabilities by id."""
-    asked: dict[str, Any] = {"target": run.target, "pair": run.pair, "position": position}
-    found = effect_of_each(run.m, run.given, how, **asked, top=LISTED, on_progress=run.progress)
-    listed = {one.id: one for seen in found.effects.values() for one in seen.top}
+    options: dict[str, Any] = {"target": run.target, "pair": run.pair, "position": position}
+    each = effect_of_each(run.m, run.given, how, **options, top=LISTED, on_progress=run.progress)
+    listed = {choice.id: choice for seen in each.effects.values() for choice in seen.top}
     return {
         "position": position,
         "how": how,
-        "labels": {number: one.label for number, one in listed.items()},
-        "before": {number: short(one.before) for number, one in listed.items()},
+        "labels": {number: choice.label for number, choice in listed.items()},
+        "before": {number: short(choice.before) for number, choice in listed.items()},
         "parts": {
             name: {
                 "says": seen.ablated[0],
                 "kl": short(seen.kl),
-                "after": {one.id: short(one.after) for one in seen.top},
+                "after": {choice.id: short(choice.after) for choice in seen.top},
             }
-            for name, seen in found.effects.items()
+            for name, seen in each.effects.items()
         },
     }
 
@@ -123,9 +123,9 @@ def patches(
     refuse(
         run.pair is not None or other.pair is not None, "patching reads one text, not a pair: run each alone"
     )
-    asked: dict[str, Any] = {"parts": (part,), "position": position, "target": run.target}
-    found = patch(run.m, run.given, other.given, token, against, **asked, on_progress=run.progress)
-    return found.to_dict()
+    options: dict[str, Any] = {"parts": (part,), "position": position, "target": run.target}
+    patching = patch(run.m, run.given, other.given, token, against, **options, on_progress=run.progress)
+    return patching.to_dict()
 
 
 def occluded(run: PageRun, position: int = -1, token: int | None = None) -> dict[str, Any]:
@@ -136,8 +136,12 @@ def occluded(run: PageRun, position: int = -1, token: int | None = None) -> dict
 def similar(run: PageRun) -> dict[str, Any]:
     """Return how alike the two texts of a run are; each is read by itself."""
     refuse(not isinstance(run.given, str) or run.pair is None, "give a second text to compare this one with")
-    found = similarity(run.m, run.given, str(run.pair))
-    return {"cosine": found.cosine, "tokens": plain(found.tokens), "states": packed_floats(found.states)}
+    likeness = similarity(run.m, run.given, str(run.pair))
+    return {
+        "cosine": likeness.cosine,
+        "tokens": plain(likeness.tokens),
+        "states": packed_floats(likeness.states),
+    }
 
 
 def neurons(
@@ -145,26 +149,26 @@ def neurons(
 ) -> dict[str, Any]:
     """Return the neurons that matter to one choice, what promotes them elsewhere, and what they promote."""
     m, prepared = run.m, run.prepared
-    found = firing(m, prepared, token, position, against=against, count=NEURONS)
+    fired_here = firing(m, prepared, token, position, against=against, count=NEURONS)
     corpus = None
     if prepared.source is None and prepared.tokens.ids:
         library = fired(m) if run.corpus is None else run.corpus()
         corpus = library or read_corpus(m, [prepared], top=FIRED)
-    shelf = None if corpus is None else corpus.judged([one.name for one in found.neurons])
+    known_neurons = None if corpus is None else corpus.judged([neuron.name for neuron in fired_here.neurons])
     rows = []
-    for one in found.neurons:
-        known = None if shelf is None else shelf.neuron(one.name)
+    for neuron in fired_here.neurons:
+        known = None if known_neurons is None else known_neurons.neuron(neuron.name)
         contexts = () if known is None else known.contexts
         rows.append(
             {
-                **one.to_dict(),
+                **neuron.to_dict(),
                 "promotes": [name for name, _ in (known.promoted if known else ())][:6],
                 "fired": [
                     {"before": each.before, "token": each.token, "after": each.after} for each in contexts
                 ],
             }
         )
-    return {"choice": found.choice, "neurons": rows, "read": 0 if corpus is None else corpus.texts}
+    return {"choice": fired_here.choice, "neurons": rows, "read": 0 if corpus is None else corpus.texts}
 
 
 def fired(m: Model) -> ReadCorpus | None:
@@ -188,23 +192,22 @@ def steered(
     vector = steering_vector(m, *texts, layer)
     size = float(vector.norm())
     writes = m.config.head == "lm" and m.config.family == "decoder"
-    said = []
+    answers: list[dict[str, Any]] = []
     for added in (nullcontext(), steering(m, vector, layer, strength)):
         with added:
             if writes:
-                made: Any = m.generate(given, WRITTEN, num_beams=1)
-                said.append({"text": made.text if m.tokenizer is not None else " ".join(map(str, made.ids))})
+                written: Any = m.generate(given, WRITTEN, num_beams=1)
+                ids = " ".join(map(str, written.ids))
+                answers.append({"text": ids if m.tokenizer is None else written.text})
             else:
-                said.append({"choices": _answers(prepare(m, given, None, run.pair), position)})
-    return {"before": said[0], "after": said[1], "layer": layer, "strength": strength, "size": size}
-
-
-def _answers(prepared: Prepared, position: int) -> list[dict[str, Any]]:
-    choices = choices_of(prepared)
-    with torch.no_grad():
-        scores = choices.scores(prepared.run().required_logits)[0, position].float().softmax(-1).cpu()
-    best = scores.topk(min(CHOICES, len(scores)))
-    return [{"label": choices.name(int(i)), "p": float(p)} for p, i in zip(*best)]
+                prepared = prepare(m, given, None, run.pair)
+                choices = choices_of(prepared)
+                with torch.no_grad():
+                    logits = choices.scores(prepared.run().required_logits)[0, position].float()
+                best = logits.softmax(-1).cpu().topk(min(CHOICES, len(logits)))
+                named = [{"label": choices.name(int(i)), "p": float(p)} for p, i in zip(*best)]
+                answers.append({"choices": named})
+    return {"before": answers[0], "after": answers[1], "layer": layer, "strength": strength, "size": size}
 
 
 def word_map(run: PageRun, position: int = -1) -> dict[str, Any]:
@@ -214,11 +217,11 @@ def word_map(run: PageRun, position: int = -1) -> dict[str, Any]:
     position = find_column(position, run.prepared.tokens.labels)
     near = neighbours(run.m, ids[position], NEAR)
     words = list(dict.fromkeys([ids[position], *near.ids, *ids]))[: NEAR + 64]
-    found = projection(run.m, words)
+    plane = projection(run.m, words)
     return {
-        "labels": list(found.labels),
-        "points": found.points.tolist(),
-        "explained": list(found.explained),
+        "labels": list(plane.labels),
+        "points": plane.points.tolist(),
+        "explained": list(plane.explained),
         "near": [{"label": name, "cosine": score} for name, score in zip(near.labels, near.scores)],
         "kinds": ["chosen", *("near" if word in near.ids else "text" for word in words[1:])],
     }

@@ -27,7 +27,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.hub.files import write_text
 from clearhead.inside import names
-from clearhead.inside.ablation import single_parts
+from clearhead.inside.interventions import single_parts
 from clearhead.run.api import Model
 from clearhead.variants.costs import cost
 
@@ -140,11 +140,11 @@ def record_run(
 ) -> dict[str, Any]:
     """Return a run with all its views, as the page reads them from a file, and the selection it opens on.
 
-    `second` is the run beside it, of a second text of the same model. `examples` are what `findings` gave;
+    `second` is the run next to it, of a second text of the same model. `examples` are what `findings` gave;
     those of a small model are recorded too, and can be opened.
     """
     m = run.m
-    heads = sum(one.n_heads for one in names.kinds_of(m.config))
+    heads = sum(attention.n_heads for attention in names.kinds_of(m.config))
     side = max(SMALLEST_SIDE, int((PATTERN_BYTES / 4 / max(heads, 1)) ** 0.5))
     small = replace(run, cells=min(run.cells, side * side), number=0)
     about = small.about("recorded")
@@ -183,14 +183,16 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
     Of several runs each gets its share of the bytes, and only one by itself its neurons, which take longest.
     """
     known = names.kinds_of(run.m.config)
-    kinds = list(dict.fromkeys(one.kind for one, own in known.items() if own.patterned))
+    kinds = list(dict.fromkeys(attention.kind for attention, own in known.items() if own.patterned))
     here = f"run/{about['run']}"
     views: dict[str, Any] = {}
     for path in _paths(run, kinds, about, opened, share):
         with suppress(ClearheadError):  # a view that this model does not have is not in the file
             views[f"{here}/{path}"] = page_view(run, path)
     for kind in kinds:
-        views |= {f"{here}/attention/{kind}/{one['layer']}": finite(one) for one in run.attentions(kind)}
+        views |= {
+            f"{here}/attention/{kind}/{layer['layer']}": finite(layer) for layer in run.attentions(kind)
+        }
     edges = [
         edge
         for path, body in views.items()
@@ -202,19 +204,19 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
             path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
             views[f"{here}/{path}"] = page_view(run, path)
     stops = _stops(run, about, opened, edges, share)
-    return views | {f"{here}/stops/{one['head']}/{one['reader']}": finite(one) for one in stops}
+    return views | {f"{here}/stops/{stop['head']}/{stop['reader']}": finite(stop) for stop in stops}
 
 
-def _examples(run: PageRun, found: Examples) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _examples(run: PageRun, examples: Examples) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return examples as the page lists them, each with its run where the model is small; and their views."""
     small = sum(parameter.numel() for parameter in run.m.model.parameters()) <= EXAMPLE_PARAMETERS
-    share = EXAMPLE_SHARE * len(found)
+    share = EXAMPLE_SHARE * len(examples)
     listed: list[dict[str, Any]] = []
     views: dict[str, Any] = {}
-    for number, one in enumerate(found):
-        shown = {name: value for name, value in one.items() if name != "image"}
+    for number, example in enumerate(examples):
+        shown = {name: value for name, value in example.items() if name != "image"}
         if small:
-            given, pair = given_of(run.m, one), one.get("pair")
+            given, pair = given_of(run.m, example), example.get("pair")
             cells = max(SMALLEST_SIDE**2, run.cells // share)
             own = replace(begin(run.m, given, None, pair), cells=cells, roles=run.roles, corpus=run.corpus)
             about = own.about(f"example{number}")
@@ -232,7 +234,7 @@ class Selected:
     head: str | None
     column: int  # of the answer
     second: int | None  # the token of the second text
-    asked: str  # about the answer, as the page writes it: "position=3&token=7&against=9"
+    query: str  # about the answer, as the page writes it: "position=3&token=7&against=9"
 
     @classmethod
     def of(cls, about: dict[str, Any], state: str) -> "Selected":
@@ -256,7 +258,7 @@ def _stops(
     Every head where the file opens and where the page begins; of more than fit, those that the path names,
     the first ones and those of the path.
     """
-    patterned = [one for one, own in names.kinds_of(run.m.config).items() if own.patterned]
+    patterned = [attention for attention, own in names.kinds_of(run.m.config).items() if own.patterned]
     heads = {str(head): head for head in names.heads_in(patterned)}
     source, own = (len((about[side] or about["tokens"])["labels"]) for side in ("source", "tokens"))
     at = [
@@ -272,11 +274,11 @@ def _stops(
     room = STOP_NUMBERS // (5 * share * max(source, own))
     for name, reader in list(wanted)[: max(len(named) + len(first), room)]:
         groups.setdefault((heads[name].part, reader), []).append(name)
-    found: list[dict[str, Any]] = []
+    stops: list[dict[str, Any]] = []
     for (_, reader), some in groups.items():
         with suppress(ClearheadError):
-            found += run.all_stops(some, reader)
-    return found
+            stops += run.all_stops(some, reader)
+    return stops
 
 
 def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Selected) -> dict[str, Any]:
@@ -284,9 +286,9 @@ def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Select
     other = second.about("second")
     views: dict[str, Any] = {"second": finite(other)}
     paired = {"recorded": run, "second": second}
-    asked = dict(parse_qsl(opened.asked))
-    choice = asked.get("token") or str(int(run.scores(opened.column).argmax()))
-    against = f"&against={asked['against']}" if "against" in asked else ""
+    query = dict(parse_qsl(opened.query))
+    choice = query.get("token") or str(int(run.scores(opened.column).argmax()))
+    against = f"&against={query['against']}" if "against" in query else ""
     place = min(opened.second if opened.second is not None else other["position"], len(other["columns"]) - 1)
     wanted = [("recorded", f"followed/{choice}"), ("second", f"followed/{choice}")]
     wanted += [("second", path) for path in ("lens", f"next?position={place}")]
@@ -297,7 +299,7 @@ def _beside(run: PageRun, second: PageRun, about: dict[str, Any], opened: Select
     tokens = len(about["tokens"]["labels"])
     maps = ("heads", "residual", "attention", "feedforward")
     if run.m.config.main.n_layers * tokens * tokens < BATCH_TOKENS:
-        wanted += [("recorded", f"patch/second/{part}?{opened.asked}") for part in maps]
+        wanted += [("recorded", f"patch/second/{part}?{opened.query}") for part in maps]
     for name, path in wanted:
         with suppress(ClearheadError):
             views[f"run/{name}/{path}"] = page_view(replace(paired[name], others=paired.__getitem__), path)
@@ -314,15 +316,17 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
         chosen = [opened.column, about["position"], *reversed(range(len(about["columns"])))]
         paths += [f"next?position={position}" for position in list(dict.fromkeys(chosen))[:fit]]
         begins = f"position={about['position']}"
-        paths += [f"paths?{asked}" for asked in dict.fromkeys([opened.asked, begins])]
-        asked = dict.fromkeys([f"position={opened.column}", begins, opened.asked])
+        paths += [f"paths?{query}" for query in dict.fromkeys([opened.query, begins])]
+        queries = dict.fromkeys([f"position={opened.column}", begins, opened.query])
         kinds = ["contributions", "occlusion", *(["neurons"] if share == 1 else [])]
-        paths += [f"{kind}?{one}" for kind in kinds for one in asked]
+        paths += [f"{kind}?{query}" for kind in kinds for query in queries]
         paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
         read = len((about["source"] or about["tokens"])["labels"])
         rows = len(single_parts(run.m.config)) * max(read, len(about["tokens"]["labels"]))
         if rows < BATCH_TOKENS:
-            paths += [f"effects/zero?{one}" for one in dict.fromkeys([f"position={opened.column}", begins])]
+            paths += [
+                f"effects/zero?{query}" for query in dict.fromkeys([f"position={opened.column}", begins])
+            ]
     return paths
 
 

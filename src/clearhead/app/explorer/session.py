@@ -25,8 +25,8 @@ from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.preprocessor import read_image
 from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
+from clearhead.inside.interventions import OnRows
 from clearhead.inside.memories import ReadCorpus
-from clearhead.inside.patch import OnRows
 from clearhead.learn.data.sounds import SUFFIXES
 from clearhead.run.api import Model
 
@@ -94,8 +94,8 @@ def first_example(m: Model) -> dict[str, Any]:
 
 def named_roles(m: Model) -> dict[str, str]:
     """Return what each head does, by its name; heads without a clear role are left out."""
-    found = head_roles(m)
-    return {str(head): role for head, role in zip(found.heads, found.roles) if role != MIXED}
+    roles = head_roles(m)
+    return {str(head): role for head, role in zip(roles.heads, roles.roles) if role != MIXED}
 
 
 def first_given(m: Model, text: str | None) -> tuple[Any, str | None]:
@@ -112,14 +112,12 @@ def starting_example(text: str | None, target: str | None, pair: str | None) -> 
     """Return what the page begins with, where it was named; an image file becomes its bytes in base64."""
     if text is None:
         return None
-    path = Path(text)
-    if len(text) < 1000 and path.suffix.lower() in IMAGES and path.is_file():
-        return {"image": base64.b64encode(path.read_bytes()).decode("ascii")}
-    if len(text) < 1000 and path.suffix.lower() in SUFFIXES and path.is_file():
-        sound = {"sound": base64.b64encode(path.read_bytes()).decode("ascii")}
-        return sound if target is None else sound | {"target": target}
-    given = {"text": text, "target": target, "pair": pair}
-    return {name: value for name, value in given.items() if value is not None}
+    path, example = Path(text), {"text": text, "target": target, "pair": pair}
+    kind = {**dict.fromkeys(IMAGES, "image"), **dict.fromkeys(SUFFIXES, "sound")}.get(path.suffix.lower())
+    if kind is not None and len(text) < 1000 and path.is_file():
+        file = base64.b64encode(path.read_bytes()).decode("ascii")
+        example = {kind: file, "target": target if kind == "sound" else None}
+    return {name: value for name, value in example.items() if value is not None}
 
 
 class Ended(Exception):
@@ -130,7 +128,7 @@ class PageJob:
     """Work of many passes, in a thread of its own; it ends where nobody asks about it."""
 
     def __init__(self, work: Callable[[OnRows], Any]) -> None:
-        self.done, self.total, self.asked = 0, 0, time.monotonic()
+        self.done, self.total, self.polled = 0, 0, time.monotonic()
         self.body: Any = None
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(work,), name="clearhead-job", daemon=True)
@@ -144,37 +142,18 @@ class PageJob:
 
     def _tell(self, done: int, total: int) -> None:
         self.done, self.total = done, total
-        if time.monotonic() - self.asked > FORGOTTEN:
+        if time.monotonic() - self.polled > FORGOTTEN:
             raise Ended
 
     def view(self) -> dict[str, Any]:
         """Return how far it is, and its body once that is there. One that has just ended begins again when
         it is next asked about: to raise that here would tell somebody who asks that nobody does.
         """
-        self.asked = time.monotonic()
+        self.polled = time.monotonic()
         if self.error is not None and not isinstance(self.error, Ended):
             raise self.error
         ready = self.body is not None
         return {"ready": ready, "done": self.done, "total": self.total, "body": self.body}
-
-
-class PageJobs:
-    """The latest jobs, by what they compute."""
-
-    def __init__(self) -> None:
-        self._jobs: OrderedDict[str, PageJob] = OrderedDict()
-
-    def ask(self, name: str, work: Callable[[OnRows], Any]) -> dict[str, Any]:
-        """Begin a job unless it is there; return how far it is. One that failed is forgotten."""
-        if name not in self._jobs or isinstance(self._jobs[name].error, Ended):
-            self._jobs[name] = PageJob(work)
-        while len(self._jobs) > KEPT_JOBS:
-            self._jobs.popitem(last=False)
-        try:
-            return self._jobs[name].view()
-        except Exception:
-            del self._jobs[name]
-            raise
 
 
 class Session:
@@ -186,7 +165,7 @@ class Session:
         self.aside = threading.Lock()  # of views that take long and hold up no other
         self._runs: OrderedDict[str, PageRun] = OrderedDict()
         self._count = itertools.count(1)
-        self.jobs = PageJobs()
+        self._jobs: OrderedDict[str, PageJob] = OrderedDict()  # the latest, by what they compute
 
     def start(self) -> None:
         """Load the models in the background; then look for what each head does, and for examples."""
@@ -221,12 +200,12 @@ class Session:
             )
         return opened.m
 
-    def begin(self, asked: dict[str, Any]) -> dict[str, Any]:
+    def begin(self, body: dict[str, Any]) -> dict[str, Any]:
         """Start a run from what the page sends."""
-        number = asked.get("model") or 0
+        number = body.get("model") or 0
         refuse(type(number) is not int, f"model {number!r:.40} must be a whole number")
         m = self.model(number)
-        given, target, pair = given_of(m, asked), asked.get("target"), asked.get("pair")
+        given, target, pair = given_of(m, body), body.get("target"), body.get("pair")
         for name, text in (("target", target), ("pair", pair)):
             refuse(
                 text is not None and not _is_short(text),
@@ -238,10 +217,10 @@ class Session:
             known = replace(run, number=number, roles=lambda: opened.roles or {}, corpus=opened.corpus)
             return self.keep(replace(known, others=self.run))
 
-    def tokens(self, asked: dict[str, Any]) -> dict[str, Any] | None:
+    def tokens(self, body: dict[str, Any]) -> dict[str, Any] | None:
         """Return the tokens of a text that somebody is typing; nothing is run."""
         m = self.model()
-        given, pair = given_of(m, asked), asked.get("pair")
+        given, pair = given_of(m, body), body.get("pair")
         refuse(pair is not None and not _is_short(pair), "pair must be a text")
         embeds = TASKS.get(m.config.head or "") is None
         return tokens_view(m, prepare_first(m, given, None if embeds else pair or None).first_tokens)
@@ -264,9 +243,20 @@ class Session:
         return run.about(name)
 
     def job(self, name: str, path: str) -> dict[str, Any]:
-        """Return how far a view of many passes is, and its body once that is there; begin it first."""
-        run = self.run(name)
-        return self.jobs.ask(f"{name}/{path}", lambda tell: page_view(replace(run, progress=tell), path))
+        """Return how far a view of many passes is, and its body once that is there.
+
+        It begins when it is first requested. One that failed is forgotten.
+        """
+        run, job = self.run(name), f"{name}/{path}"
+        if job not in self._jobs or isinstance(self._jobs[job].error, Ended):
+            self._jobs[job] = PageJob(lambda tell: page_view(replace(run, progress=tell), path))
+        while len(self._jobs) > KEPT_JOBS:
+            self._jobs.popitem(last=False)
+        try:
+            return self._jobs[job].view()
+        except Exception:
+            del self._jobs[job]
+            raise
 
     def run(self, name: str) -> PageRun:
         """Return a run that is remembered."""
@@ -278,17 +268,17 @@ class Session:
         return self._runs[name]
 
 
-def given_of(m: Model, asked: dict[str, Any]) -> Any:
+def given_of(m: Model, body: dict[str, Any]) -> Any:
     """Return what the model is to read: a text, token ids, or an image."""
     if m.config.input == "patches":
-        return _image(m, asked.get("image"))
+        return _image(m, body.get("image"))
     if m.config.input == "frames":
-        return _sound(asked.get("sound"))
-    ids, text = asked.get("ids"), asked.get("text")
+        return _sound(body.get("sound"))
+    ids, text = body.get("ids"), body.get("text")
     if ids is None:
         refuse(not _is_short(text), f"text must be a string of at most {LONGEST_TEXT:,} characters")
         return text
-    some = isinstance(ids, list) and 1 <= len(ids) <= MOST_TOKENS and all(type(one) is int for one in ids)
+    some = isinstance(ids, list) and 1 <= len(ids) <= MOST_TOKENS and all(type(token) is int for token in ids)
     refuse(not some, f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
     last = m.model.main.spec.vocab_size - 1
     refuse(not 0 <= min(ids) <= max(ids) <= last, f"ids must lie between 0 and {last}")

@@ -21,11 +21,9 @@ from numpy.typing import ArrayLike, NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.core.taps import Recording, tap_names
-from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, refuse
 from clearhead.hub.tokens.text import decoded, stages
-from clearhead.inside.attention import LayerMap, maps_of, mean_entropy
+from clearhead.inside.attention import LayerMap, attention, mean_entropy
 from clearhead.inside.attribution import looks, paths
 from clearhead.inside.inputs import (
     CachedPass,
@@ -37,14 +35,15 @@ from clearhead.inside.inputs import (
     find_column,
     prepare,
 )
+from clearhead.inside.interventions import OnRows
 from clearhead.inside.lens import best_choices, contributions, followed, lens
 from clearhead.inside.memories import ReadCorpus
 from clearhead.inside.names import AttentionHead, find_heads, kinds_of, unpatterned
-from clearhead.inside.patch import OnRows
 from clearhead.inside.results import plain
 from clearhead.inside.trace import Trace, TraceStep, trace
 from clearhead.inside.trace_words import filled_words
 from clearhead.run.api import Model
+from clearhead.variants.contexts import Recording, evaluating, tap_names
 
 CELLS = 512 * 512  # of one head's pattern while the page is live
 THUMBNAIL = 32  # cells a side
@@ -132,8 +131,13 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
         "unknown": getattr(m.tokenizer.model, "unk_token", None) if m.tokenizer else None,
         "mask": m.tokenizer.id_to_token(m.special["mask"]) if m.tokenizer and "mask" in m.special else None,
         "attentions": [
-            {"kind": one.kind, "layer": one.layer, "heads": one.n_heads, "pattern": kind.patterned}
-            for one, kind in kinds_of(config).items()
+            {
+                "kind": attention.kind,
+                "layer": attention.layer,
+                "heads": attention.n_heads,
+                "pattern": kind.patterned,
+            }
+            for attention, kind in kinds_of(config).items()
         ],
         "unpatterned": unpatterned(config),
     }
@@ -257,34 +261,36 @@ class PageRun:
 
     def attention(self, kind: str, layer: int, head: int | None = None) -> dict[str, Any]:
         """Return the patterns of one attention [H, T, S], or of one of its heads [1, T, S]."""
-        (found,) = maps_of(self.prepared, [kind], [layer], self.cells).of(kind)
+        (heads,) = attention(self.m, self.prepared, kinds=[kind], layers=[layer], budget=self.cells).of(kind)
         if head is None:
-            return self._heads(found)
-        last = len(found.pattern) - 1
+            return self._heads(heads)
+        last = len(heads.pattern) - 1
         refuse(not 0 <= head <= last, f"there is no head {head} in layer {layer}: heads are 0 to {last}")
-        own, bits = slice(head, head + 1), found.recorded_entropies
+        own, bits = slice(head, head + 1), heads.recorded_entropies
         one = replace(
-            found, pattern=found.pattern[own], recorded_entropies=None if bits is None else bits[own]
+            heads, pattern=heads.pattern[own], recorded_entropies=None if bits is None else bits[own]
         )
         return self._heads(one, head)
 
     def attentions(self, kind: str) -> list[dict[str, Any]]:
         """Return the patterns of all layers of a kind, from one pass."""
-        return [self._heads(each) for each in maps_of(self.prepared, [kind], None, self.cells).of(kind)]
+        maps = attention(self.m, self.prepared, kinds=[kind], budget=self.cells)
+        return [self._heads(each) for each in maps.of(kind)]
 
-    def _heads(self, found: LayerMap, first: int = 0) -> dict[str, Any]:
+    def _heads(self, layer: LayerMap, first: int = 0) -> dict[str, Any]:
         """Return the heads of a map, whose numbers begin with `first`."""
         roles = self.roles()
-        named = {f"{found.name}.{first + place}": one for place, one in enumerate(found.heads())}
+        named = {f"{layer.name}.{first + place}": head for place, head in enumerate(layer.heads())}
         return {
-            **{"kind": found.kind, "layer": found.layer},
+            **{"kind": layer.kind, "layer": layer.layer},
             "heads": [
-                {"name": name, "role": roles.get(name), "entropy": one.entropy} for name, one in named.items()
+                {"name": name, "role": roles.get(name), "entropy": head.entropy}
+                for name, head in named.items()
             ],
-            "rows": list(found.queries.labels),
-            "columns": list(found.keys.labels),
-            "aggregated": found.aggregated,
-            "pattern": packed_floats(found.pattern),
+            "rows": list(layer.queries.labels),
+            "columns": list(layer.keys.labels),
+            "aggregated": layer.aggregated,
+            "pattern": packed_floats(layer.pattern),
         }
 
     def thumbnails(self, kind: str) -> dict[str, Any]:
@@ -292,7 +298,7 @@ class PageRun:
 
         A thumbnail's brightest cell is its largest weight.
         """
-        layers = maps_of(self.prepared, [kind], None, THUMBNAIL * THUMBNAIL).of(kind)
+        layers = attention(self.m, self.prepared, kinds=[kind], budget=THUMBNAIL * THUMBNAIL).of(kind)
         most = max(len(each.pattern) for each in layers)
         table = np.zeros((len(layers), most, *layers[0].pattern.shape[-2:]), dtype=np.float32)
         for place, each in zip(table, layers):
@@ -308,7 +314,7 @@ class PageRun:
 
     def rollout(self, kind: str) -> dict[str, Any]:
         """Return what each place is made of after the last layer, if attention alone moved information."""
-        rolled = maps_of(self.prepared, [kind], None, self.cells).rollout(kind)
+        rolled = attention(self.m, self.prepared, kinds=[kind], budget=self.cells).rollout(kind)
         labels = list(rolled.tokens.labels)
         return {"rows": labels, "columns": labels, "pattern": packed_floats(rolled.last)}
 
@@ -332,7 +338,10 @@ class PageRun:
     def said(self, columns: list[int]) -> dict[str, Any]:
         """Return what the model would say after each layer at some columns, by name: [L + 1, C]."""
         choices, best = best_choices(self.m, self.prepared, columns)
-        return {"columns": columns, "says": [[choices.name(one) for one in row] for row in best.tolist()]}
+        return {
+            "columns": columns,
+            "says": [[choices.name(choice) for choice in row] for row in best.tolist()],
+        }
 
     def followed(self, token: int, first: int | None = None, count: int | None = None) -> dict[str, Any]:
         """Return the probability of one choice after each layer, at each column or at some."""
@@ -372,15 +381,16 @@ class PageRun:
         self, position: int = -1, token: int | None = None, against: int | None = None
     ) -> dict[str, Any]:
         """Return what heads carried to one choice's logit, by source token: the largest edges, and sums."""
-        found = paths(self.m, self.prepared, token, position, against=against)
+        carried = paths(self.m, self.prepared, token, position, against=against)
         return {
             **{
-                name: plain(getattr(found, name)) for name in ("column", "choice", "against", "rows", "terms")
+                name: plain(getattr(carried, name))
+                for name in ("column", "choice", "against", "rows", "terms")
             },
-            "edges": [plain(edge) for edge in found.strongest(EDGES)],
-            "sources": found.sources.tolist(),
-            "memory": None if found.memory is None else found.memory.tolist(),
-            **{name: getattr(found, name) for name in ("rest", "total", "logit")},
+            "edges": [plain(edge) for edge in carried.strongest(EDGES)],
+            "sources": carried.sources.tolist(),
+            "memory": None if carried.memory is None else carried.memory.tolist(),
+            **{name: getattr(carried, name) for name in ("rest", "total", "logit")},
         }
 
     def looks(self, head: str, reader: int, source: int) -> dict[str, Any]:
@@ -435,13 +445,13 @@ def _numbers_of(step: TraceStep) -> dict[str, Any]:
 def head_stops(prepared: Prepared, heads: Sequence[str], reader: int) -> list[dict[str, Any]]:
     """Return what each head computes for one reader in a recorded pass: [S] numbers a stop; masked: null."""
     config = prepared.m.config
-    found, known = find_heads(config, heads), tap_names(config)
-    seen_kinds = {one.part for one, kind in kinds_of(config).items() if kind.patterned}
-    for head in found:
+    known_heads, known = find_heads(config, heads), tap_names(config)
+    seen_kinds = {attention.part for attention, kind in kinds_of(config).items() if kind.patterned}
+    for head in known_heads:
         refuse(head.part not in seen_kinds, f"head {head} has no attention pattern to look into")
-    taps = {f"{head.part}.{tap}" for head in found for tap in ("q", "k", "v", "scores", "pattern")}
+    taps = {f"{head.part}.{tap}" for head in known_heads for tap in ("q", "k", "v", "scores", "pattern")}
     _, seen = prepared.record(*sorted(taps & set(known)), logits="none")
-    return [_stops_of(prepared, seen, head, reader) for head in found]
+    return [_stops_of(prepared, seen, head, reader) for head in known_heads]
 
 
 def _stops_of(prepared: Prepared, seen: Recording, head: AttentionHead, reader: int) -> dict[str, Any]:

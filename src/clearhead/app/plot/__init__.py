@@ -47,12 +47,23 @@ def single(
     name(axes, title, x_name, y_name, size)
     if grid:
         axes.grid(alpha=0.3, axis=grid)
+        axes.set_axisbelow(True)
     return figure, axes
+
+
+def panels(
+    width: float, height: float, title: str, rows: int = 1, columns: int = 1, size: float = 11, **ratios: Any
+) -> tuple[Figure, Any]:
+    """Return a titled figure with a grid of axes [rows, columns]; `ratios` are those of `subplots`."""
+    figure = new(width, height)
+    if title:
+        figure.suptitle(plain(title), fontsize=size, wrap=True)
+    return figure, figure.subplots(rows, columns, squeeze=False, **ratios)
 
 
 def name(axes: Axes, title: str, x_name: str, y_name: str = "", size: float = 11) -> None:
     """Write a title, and what each axis shows."""
-    axes.set_title(plain(title), fontsize=size)
+    axes.set_title(plain(title), fontsize=size, wrap=True)
     axes.set_xlabel(x_name)
     axes.set_ylabel(y_name)
 
@@ -136,12 +147,12 @@ def label_axis(axes: Axes, names: Sequence[object], side: Literal["x", "y"], mos
     Labels are text or numbers: nothing in them is read as mathematics.
     """
     every = max(1, math.ceil(len(names) / most))
-    places = list(range(0, len(names), every))
-    shown = [plain(shortened(str(names[place]))) for place in places]
+    ticks = list(range(0, len(names), every))
+    shown = [plain(shortened(str(names[tick]))) for tick in ticks]
     upright = side == "y" or all(len(label) <= 2 for label in shown)
     style: dict[str, Any] = {} if upright else {"rotation": 60, "ha": "right"}
     axis = axes.yaxis if side == "y" else axes.xaxis
-    axis.set_ticks(places, shown, fontsize=8 if len(places) <= 40 else 7, **style)
+    axis.set_ticks(ticks, shown, fontsize=8 if len(ticks) <= 40 else 7, **style)
     return every
 
 
@@ -168,9 +179,9 @@ def bars(
     axes: Axes, values: Sequence[float], names: Sequence[str], colours: Any = BLUE, size: float = 8
 ) -> None:
     """Draw horizontal bars with their names, from the top."""
-    places = range(len(values))
-    axes.barh(places, values, color=colours)
-    axes.set_yticks(places, [plain(label) for label in names], fontsize=size)
+    ticks = range(len(values))
+    axes.barh(ticks, values, color=colours)
+    axes.set_yticks(ticks, [plain(label) for label in names], fontsize=size)
     axes.set_ylim(len(values) - 0.5, -0.5)
 
 

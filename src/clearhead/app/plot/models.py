@@ -49,34 +49,36 @@ OTHERS = "#9aa5b1"  # bars of other programs
 WRITTEN = 12  # classes up to which the shares are written into the cells
 
 
-def role_map(found: HeadRoles, title: str, syntax: Syntax | None = None) -> Figure:
+def role_map(roles: HeadRoles, title: str, syntax: Syntax | None = None) -> Figure:
     """Draw every head as a cell, a panel for each kind of attention."""
-    kinds = dict.fromkeys(head.kind for head in found.heads)
+    kinds = dict.fromkeys(head.kind for head in roles.heads)
     sizes = {  # layers and heads
         kind: (
-            1 + max(head.layer for head in found.heads if head.kind == kind),
-            1 + max(head.number for head in found.heads if head.kind == kind),
+            1 + max(head.layer for head in roles.heads if head.kind == kind),
+            1 + max(head.number for head in roles.heads if head.kind == kind),
         )
         for kind in kinds
     }
     high, wide = sum(layers for layers, _ in sizes.values()), max(heads for _, heads in sizes.values())
     relations = _relations(syntax)
     cell = 0.62 if relations else 0.42
-    figure = canvas.new(min(max(0.92 * wide + 1.6, 5.0), 30), min(cell * high + 1.5 + 0.5 * len(sizes), 40))
-    ratios = [layers for layers, _ in sizes.values()]
-    panels = figure.subplots(len(sizes), 1, squeeze=False, height_ratios=ratios)[:, 0]
-    for kind, axes in zip(sizes, panels):
-        _role_panel(axes, found, kind, sizes[kind], relations)
+    note = "; below it, relations that it follows best, % of arcs found" if relations else ""
+    figure, grid = canvas.panels(
+        width=min(max(0.92 * wide + 1.6, 5.0), 30),
+        height=min(cell * high + 1.5 + 0.5 * len(sizes), 40),
+        title=f"{title}: the role of each head and its score{note}",
+        rows=len(sizes),
+        size=10,
+        height_ratios=[layers for layers, _ in sizes.values()],
+    )
+    for kind, axes in zip(sizes, grid[:, 0]):
+        _role_panel(axes, roles, kind, sizes[kind], relations)
         if len(sizes) > 1:
             axes.set_title(KINDS[kind], fontsize=9, loc="left")
-    note = "; below it, relations that it follows best, % of arcs found" if relations else ""
-    figure.suptitle(
-        canvas.plain(f"{title}: the role of each head and its score{note}"), fontsize=10, wrap=True
-    )
     from matplotlib.patches import Patch
 
-    used = [role for role in (*ROLES, MIXED) if role in found.roles]
-    names = [Patch(facecolor=COLOURS[role], label=f"{role} ({found.roles.count(role)})") for role in used]
+    used = [role for role in (*ROLES, MIXED) if role in roles.roles]
+    names = [Patch(facecolor=COLOURS[role], label=f"{role} ({roles.roles.count(role)})") for role in used]
     figure.legend(
         handles=names, fontsize=7, frameon=False, loc="outside lower center", ncols=min(len(used), 6)
     )
@@ -85,23 +87,23 @@ def role_map(found: HeadRoles, title: str, syntax: Syntax | None = None) -> Figu
 
 def _relations(syntax: Syntax | None) -> dict[str, list[str]]:
     """Return, by head, the relations that it follows best and clearly better than a fixed distance does."""
-    found: dict[str, list[str]] = {}
+    relations: dict[str, list[str]] = {}
     for row in syntax.table(least=50) if syntax is not None else ():
         if row.gain >= GAIN:
-            found.setdefault(row.head, []).append(f"{row.name} {100 * row.accuracy:.0f}")
-    return found
+            relations.setdefault(row.head, []).append(f"{row.name} {100 * row.accuracy:.0f}")
+    return relations
 
 
 def _role_panel(
-    axes: Axes, found: HeadRoles, kind: str, size: tuple[int, int], relations: dict[str, list[str]]
+    axes: Axes, roles: HeadRoles, kind: str, size: tuple[int, int], relations: dict[str, list[str]]
 ) -> None:
     from matplotlib.colors import to_rgb
 
     colours = np.ones((*size, 3))
-    for at, (head, role) in enumerate(zip(found.heads, found.roles)):
+    for at, (head, role) in enumerate(zip(roles.heads, roles.roles)):
         if head.kind == kind:
             colours[head.layer, head.number] = to_rgb(COLOURS[role])
-            words, tint = _words(found, at, relations.get(str(head), [])), colours[head.layer, head.number]
+            words, tint = _words(roles, at, relations.get(str(head), [])), colours[head.layer, head.number]
             canvas.write(axes, head.layer, head.number, words, size=6.5, color=canvas.ink(tint))
     axes.imshow(colours, aspect="auto", interpolation="nearest")
     for axis, count, what in ((axes.yaxis, size[0], "layer"), (axes.xaxis, size[1], "head")):
@@ -112,13 +114,13 @@ def _role_panel(
     axes.tick_params(which="minor", length=0)
 
 
-def _words(found: HeadRoles, at: int, relations: list[str]) -> str:
+def _words(roles: HeadRoles, at: int, relations: list[str]) -> str:
     """Return what stands in a cell."""
-    role = found.roles[at]
-    distance = f" {found.distances[at]:+}" if role == "position" else ""
-    lines = [] if role == MIXED else [f"{role}{distance} {found.scores[role][at]:.2f}"]
+    role = roles.roles[at]
+    distance = f" {roles.distances[at]:+}" if role == "position" else ""
+    lines = [] if role == MIXED else [f"{role}{distance} {roles.scores[role][at]:.2f}"]
     shown = relations if len(relations) <= 4 else [*relations[:3], f"and {len(relations) - 3} more"]
-    return "\n".join([*lines, *(canvas.plain(one) for one in shown)])
+    return "\n".join([*lines, *(canvas.plain(relation) for relation in shown)])
 
 
 # Neurons ----------------------------------------------------------------------------------------------------
@@ -128,12 +130,14 @@ def draw_neuron(memory: Neuron) -> Figure:
     """Draw the places that fired it, the token in red, and the tokens that it promotes and suppresses."""
     rows = max(len(memory.contexts[:SHOWN]), 2 * min(len(memory.promoted), SHOWN // 2), 4)
     widths = [3, 2] if memory.promoted else [1]
-    figure = canvas.new(12 if memory.promoted else 8, 0.3 * rows + 1.6)
-    left, *right = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     title = f"Neuron {memory.name}"
     if memory.agreement is not None:
         title += f": agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
-    figure.suptitle(canvas.plain(title), fontsize=12)
+    width = 12 if memory.promoted else 8
+    figure, grid = canvas.panels(
+        width, 0.3 * rows + 1.6, title, columns=len(widths), size=12, width_ratios=widths
+    )
+    left, *right = grid[0]
     _contexts(left, memory)
     tokens = [*memory.promoted[: SHOWN // 2], *reversed(memory.suppressed[: SHOWN // 2])]
     for axes in right:
@@ -157,12 +161,8 @@ def _contexts(axes: Axes, memory: Neuron) -> None:
     )
     axes.set_ylim(max(len(contexts), 1) - 0.5, -0.5)
     axes.set_yticks([])
-    style: dict[str, Any] = {
-        "va": "center",
-        "transform": axes.get_yaxis_transform(),
-        "fontsize": 8,
-        "family": "monospace",
-    }
+    transform = axes.get_yaxis_transform()
+    style: dict[str, Any] = {"va": "center", "transform": transform, "fontsize": 8, "family": "monospace"}
     for row, context in enumerate(contexts):
         before, token, after = (visible(part) for part in (context.before, context.token, context.after))
         shifted = " " * (len(token) + 2) + after[:SIDE]  # after the token in its brackets
@@ -171,13 +171,13 @@ def _contexts(axes: Axes, memory: Neuron) -> None:
         axes.text(0.5, row, canvas.plain(shifted), ha="left", **style)
 
 
-def draw_agreement(found: Memories) -> Figure:
+def draw_agreement(memories: Memories) -> Figure:
     """Draw a dot per neuron: chance across, upwards how often its contexts go on as it says."""
     figure, axes = canvas.single(
         width=7.5,
         height=5.0,
-        title=f"Neurons: do the {found.top} contexts that fire one "
-        f"go on with a token of its first {found.depth}?",
+        title=f"Neurons: do the {memories.top} contexts that fire one "
+        f"go on with a token of its first {memories.depth}?",
         x_name="share of all places whose next token it promotes (chance)",
         y_name="share of its contexts (agreement)",
         grid="both",
@@ -186,9 +186,9 @@ def draw_agreement(found: Memories) -> Figure:
     from matplotlib import colormaps
 
     rates: dict[int, list[tuple[float, float]]] = {}  # by layer: chance and agreement of each neuron
-    for shelf in found.shelves:
-        if shelf.agreement is not None and shelf.chance is not None:
-            rates.setdefault(shelf.layer, []).extend(zip(shelf.chance.tolist(), shelf.agreement.tolist()))
+    for group in memories.groups:
+        if group.agreement is not None and group.chance is not None:
+            rates.setdefault(group.layer, []).extend(zip(group.chance.tolist(), group.agreement.tolist()))
     noise = np.random.default_rng(0)  # many neurons have the same share: dots move a little apart
     for number, layer in enumerate(sorted(rates)):
         across, up = np.array(rates[layer]).T
@@ -206,15 +206,15 @@ def draw_agreement(found: Memories) -> Figure:
 # Ablation and pruning ---------------------------------------------------------------------------------------
 
 
-def draw_map(found: HeadTable, title: str) -> Figure:
+def draw_map(grid: HeadTable, title: str) -> Figure:
     """Draw layer x head as colours; values of either sign are centred on zero."""
-    signed = bool(np.nanmin(found.values) < 0)
+    signed = bool(np.nanmin(grid.values) < 0)
     return canvas.heatmap(
-        found.values,
-        rows=found.rows,
-        columns=[str(number) for number in range(found.values.shape[1])],
+        grid.values,
+        rows=grid.rows,
+        columns=[str(number) for number in range(grid.values.shape[1])],
         title=title,
-        scale=found.quantity,
+        scale=grid.quantity,
         row_name="layer",
         column_name="head",
         low=None if signed else 0.0,
@@ -222,19 +222,19 @@ def draw_map(found: HeadTable, title: str) -> Figure:
     )
 
 
-def draw_effect(found: Effect, title: str) -> Figure:
+def draw_effect(effect: Effect, title: str) -> Figure:
     """Draw probabilities with and without, a pair of bars for each token or class."""
     figure, axes = canvas.single(
         width=6.5,
-        height=max(2.2, 0.36 * len(found.top) + 1.4),
-        title=f"{title} (KL {found.kl:.3g} bits)",
+        height=max(2.2, 0.36 * len(effect.top) + 1.4),
+        title=f"{title} (KL {effect.kl:.3g} bits)",
         x_name="probability",
         grid="x",
     )
-    places = np.arange(len(found.top))
-    axes.barh(places - 0.2, [one.before for one in found.top], 0.38, label="whole model")
-    axes.barh(places + 0.2, [one.after for one in found.top], 0.38, label="without")
-    canvas.label_axis(axes, [one.label for one in found.top], "y")
+    ticks = np.arange(len(effect.top))
+    axes.barh(ticks - 0.2, [choice.before for choice in effect.top], 0.38, label="whole model")
+    axes.barh(ticks + 0.2, [choice.after for choice in effect.top], 0.38, label="without")
+    canvas.label_axis(axes, [choice.label for choice in effect.top], "y")
     axes.invert_yaxis()
     canvas.legend(axes, 8)
     return figure
@@ -242,10 +242,9 @@ def draw_effect(found: Effect, title: str) -> Figure:
 
 def draw_curves(curves: Mapping[str, Sequence[PruneCurve]], title: str) -> Figure:
     """Draw loss and accuracy against heads removed; several curves under one name are a mean and a band."""
-    figure = canvas.new(10.0, 4.0)
-    figure.suptitle(canvas.plain(title), fontsize=11)
+    figure, grid = canvas.panels(10.0, 4.0, title, columns=2)
     total = next(iter(curves.values()))[0].heads
-    for axes, quantity in zip(figure.subplots(1, 2), ("loss", "accuracy")):
+    for axes, quantity in zip(grid[0], ("loss", "accuracy")):
         for name, several in curves.items():
             values = np.array([getattr(curve, quantity) for curve in several])  # curves, points
             removed = several[0].removed
@@ -264,7 +263,7 @@ def draw_curves(curves: Mapping[str, Sequence[PruneCurve]], title: str) -> Figur
 
 def probe_figure(probes: Probes, model: str = "") -> Figure:
     """Draw accuracy by depth; `model` is named in the title."""
-    layers, places = probes.layers, range(len(probes.layers))
+    layers, ticks = probes.layers, range(len(probes.layers))
     figure, axes = canvas.single(
         width=min(max(6.5, 0.35 * len(layers) + 2), 14),
         height=4.2,
@@ -275,39 +274,19 @@ def probe_figure(probes: Probes, model: str = "") -> Figure:
     )
     below = [max(0.0, layer.accuracy - layer.interval[0]) for layer in layers]
     above = [max(0.0, layer.interval[1] - layer.accuracy) for layer in layers]
-    axes.errorbar(
-        places,
-        [layer.accuracy for layer in layers],
-        [below, above],
-        marker="o",
-        markersize=4,
-        capsize=3,
-        label=PROBE,
-    )
-    axes.plot(
-        places,
-        [layer.control for layer in layers],
-        marker="s",
-        markersize=4,
-        label="control task: random label of each type",
-    )
-    axes.plot(
-        places,
-        [layer.selectivity for layer in layers],
-        marker="^",
-        markersize=4,
-        label="selectivity: probe less control",
-    )
+    accuracies = [layer.accuracy for layer in layers]
+    axes.errorbar(ticks, accuracies, [below, above], marker="o", markersize=4, capsize=3, label=PROBE)
+    curves = {
+        "control task: random label of each type": ("s", [layer.control for layer in layers]),
+        "selectivity: probe less control": ("^", [layer.selectivity for layer in layers]),
+    }
+    for label, (marker, values) in curves.items():
+        axes.plot(ticks, values, marker=marker, markersize=4, label=label)
     kind = {"words": "word type", "texts": "text", "images": "image"}[probes.unit]
-    axes.axhline(
-        probes.by_type,
-        color="black",
-        linestyle="--",
-        linewidth=1,
-        label=f"most frequent label of each {kind}",
-    )
+    label = f"most frequent label of each {kind}"
+    axes.axhline(probes.by_type, color="black", linestyle="--", linewidth=1, label=label)
     axes.axhline(probes.majority, color="grey", linestyle=":", linewidth=1.2, label="most frequent label")
-    axes.set_xticks(list(places), [layer.name for layer in layers], fontsize=8)
+    canvas.label_axis(axes, [layer.name for layer in layers], "x")
     lowest = min(0.0, *(layer.selectivity for layer in layers))
     axes.set_ylim(lowest - 0.02 if lowest < 0 else 0, 1.02)
     handles, names = axes.get_legend_handles_labels()
@@ -316,59 +295,60 @@ def probe_figure(probes: Probes, model: str = "") -> Figure:
     return figure
 
 
-def draw_nearest(found: Nearest) -> Figure:
+def draw_nearest(nearest: Nearest) -> Figure:
     """Draw a bar for each token near a word or a sum of words."""
     figure, axes = canvas.single(
-        width=6.0,
-        height=0.28 * len(found.labels) + 1.5,
-        title=f"Nearest to {found.query}, {found.table} table",
-        x_name="cosine" if len(found.words) == 1 else "cosine with each word, added and subtracted",
+        width=6.5,
+        height=0.28 * len(nearest.labels) + 1.5,
+        title=f"Nearest to {nearest.query}, {nearest.table} table",
+        x_name="cosine" if len(nearest.words) == 1 else "cosine with each word, added and subtracted",
         grid="x",
     )
-    canvas.bars(axes, found.scores, found.labels, size=9)
+    canvas.bars(axes, nearest.scores, [canvas.shortened(label, 24) for label in nearest.labels], size=9)
     return figure
 
 
-def draw_projection(found: Projection) -> Figure:
+def draw_projection(projection: Projection) -> Figure:
     """Draw words at their places on the plane."""
-    title = f"{len(found.labels)} words of the {found.table} table on their first two principal components"
-    across, up = (f"component {n} ({found.explained[n - 1]:.1%} of the variance)" for n in (1, 2))
+    words = f"{len(projection.labels)} words of the {projection.table} table"
+    title = f"{words} on their first two principal components"
+    across, up = (f"component {n} ({projection.explained[n - 1]:.1%} of the variance)" for n in (1, 2))
     figure, axes = canvas.single(8.0, 6.5, title, across, up, grid="both")
-    axes.scatter(found.points[:, 0], found.points[:, 1], s=10, color=canvas.BLUE)
-    for label, (x, y) in zip(found.labels, found.points.tolist()):
+    axes.scatter(projection.points[:, 0], projection.points[:, 1], s=10, color=canvas.BLUE)
+    for label, (x, y) in zip(projection.labels, projection.points.tolist()):
         axes.annotate(canvas.plain(label), (x, y), xytext=(3, 2), textcoords="offset points", fontsize=8)
     axes.margins(x=0.12)
     return figure
 
 
-def draw_positions(found: PositionMap) -> Figure:
+def draw_positions(positions: PositionMap) -> Figure:
     """Draw vectors, angles or biases of positions, or how alike positions are, as colours."""
-    what = "Likeness of positions" if found.rows == found.columns else "Positions"
-    sizes = np.abs(found.values)
+    what = "Likeness of positions" if positions.rows == positions.columns else "Positions"
+    sizes = np.abs(positions.values)
     most, usual = float(sizes.max()), float(np.quantile(sizes, 0.995))
     # A few large entries would pale all others.
-    clipped = found.row_name != found.column_name and most > CLIP * usual > 0
+    clipped = positions.row_name != positions.column_name and most > CLIP * usual > 0
     return canvas.heatmap(
-        found.values,
-        found.rows,
-        found.columns,
-        f"{what} ({found.scheme})",
-        f"{found.measure}, the largest cut off" if clipped else found.measure,
-        found.row_name,
-        found.column_name,
+        positions.values,
+        positions.rows,
+        positions.columns,
+        f"{what} ({positions.scheme})",
+        f"{positions.measure}, the largest cut off" if clipped else positions.measure,
+        positions.row_name,
+        positions.column_name,
         low=-usual if clipped else None,
         high=usual if clipped else None,
-        diverging=bool(found.values.min() < 0),
+        diverging=bool(positions.values.min() < 0),
     )
 
 
-def draw_same_word(found: SameWord) -> Figure:
-    """Draw the likeness of the word's two states by layer, beside that of other tokens."""
-    title = f'"{found.word}" in two sentences'
+def draw_same_word(word: SameWord) -> Figure:
+    """Draw the likeness of the word's two states by layer, next to that of other tokens."""
+    title = f'"{word.word}" in two sentences'
     figure, axes = canvas.single(6.5, 4.0, title, "after layer", "cosine", grid="both")
-    for label, values in ((f'"{found.word}"', found.similarity), ("other tokens", found.baseline)):
+    for label, values in ((f'"{word.word}"', word.similarity), ("other tokens", word.baseline)):
         axes.plot(values.tolist(), marker="o", markersize=4, label=canvas.plain(label))
-    axes.set_xticks(range(len(found.layers)), [canvas.plain(layer) for layer in found.layers], fontsize=8)
+    canvas.label_axis(axes, word.layers, "x")
     canvas.legend(axes, 8)
     return figure
 
@@ -376,30 +356,32 @@ def draw_same_word(found: SameWord) -> Figure:
 # Long contexts ----------------------------------------------------------------------------------------------
 
 
-def draw_long(found: LongReport, title: str) -> Figure:
+def draw_long(report: LongReport, title: str) -> Figure:
     """Draw perplexity by position, with each scaling, needles by length and depth, and the cost."""
     panels: list[Callable[[Axes], None]] = []
-    if found.perplexity is not None:
-        bins, rows = found.perplexity.bins, found.perplexity.rows
-        panels.append(lambda axes: _perplexities(axes, {"": bins}, found.trained, f"perplexity, {rows} rows"))
-    if found.scalings:
-        curves = {one.name: one.bins for one in found.scalings}
-        panels.append(lambda axes: _perplexities(axes, curves, found.trained, "scalings of rotary positions"))
-    panels += [functools.partial(_needles, found=grid) for grid in found.retrieval]
-    growth = found.cost
+    if report.perplexity is not None:
+        bins, rows = report.perplexity.bins, report.perplexity.rows
+        panels.append(
+            lambda axes: _perplexities(axes, {"": bins}, report.trained, f"perplexity, {rows} rows")
+        )
+    if report.scalings:
+        curves = {scaling.name: scaling.bins for scaling in report.scalings}
+        panels.append(
+            lambda axes: _perplexities(axes, curves, report.trained, "scalings of rotary positions")
+        )
+    panels += [functools.partial(_needles, grid=grid) for grid in report.retrieval]
+    growth = report.cost
     if growth is not None:
         panels += [
             lambda axes: _growth(axes, growth, "seconds", "flops", "time and FLOPs"),
             lambda axes: _growth(axes, growth, "peak", "activations", "peak memory and activations"),
         ]
-    lines = math.ceil(len(panels) / LONG_COLUMNS)
-    figure = canvas.new(5.2 * min(LONG_COLUMNS, len(panels)), 3.3 * lines + 0.4)
-    figure.suptitle(canvas.plain(title), fontsize=11)
-    grid = list(figure.subplots(lines, min(LONG_COLUMNS, len(panels)), squeeze=False).flat)
-    for axes in grid:
+    across = min(LONG_COLUMNS, len(panels))
+    down = math.ceil(len(panels) / LONG_COLUMNS)
+    figure, grid = canvas.panels(5.2 * across, 3.3 * down + 0.4, title, down, across)
+    for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    for axes, panel in zip(grid, panels):
-        axes.set_axis_on()
+    for axes, panel in zip(grid.flat, panels):
         panel(axes)
     return figure
 
@@ -407,8 +389,8 @@ def draw_long(found: LongReport, title: str) -> Figure:
 def _perplexities(axes: Axes, curves: Mapping[str, Sequence[PositionBin]], trained: int, title: str) -> None:
     """Draw perplexity against position, one line for each name, and where the trained length ends."""
     for name, bins in curves.items():
-        middle = [(one.start + one.stop) / 2 for one in bins]
-        axes.plot(middle, [one.perplexity for one in bins], marker="o", markersize=3, label=name)
+        middle = [(bin.start + bin.stop) / 2 for bin in bins]
+        axes.plot(middle, [bin.perplexity for bin in bins], marker="o", markersize=3, label=name)
     axes.axvline(trained, color="grey", linewidth=0.8, linestyle="--")
     axes.set_yscale("log")
     canvas.name(axes, f"{title} (dashed: trained length)", "position", "perplexity", size=9)
@@ -418,25 +400,25 @@ def _perplexities(axes: Axes, curves: Mapping[str, Sequence[PositionBin]], train
         canvas.legend(axes)
 
 
-def _needles(axes: Axes, found: RetrievalGrid) -> None:
+def _needles(axes: Axes, grid: RetrievalGrid) -> None:
     """Draw the share of right answers, length across and depth downwards."""
     canvas.draw(
         axes,
-        found.right.T,
+        grid.right.T,
         0.0,
         1.0,
-        rows=[f"{depth:.0%}" for depth in found.depths],
-        columns=[f"{length:,}" for length in found.lengths],
+        rows=[f"{depth:.0%}" for depth in grid.depths],
+        columns=[f"{length:,}" for length in grid.lengths],
         numbers="{:.2f}",
     )
-    title = f"{found.probe}: right answers, by chance {found.chance:.3g}"
+    title = f"{grid.probe}: right answers, by chance {grid.chance:.3g}"
     canvas.name(axes, title, "tokens of the context", "depth", size=9)
 
 
-def _growth(axes: Axes, found: Growth, measured: str, computed: str, title: str) -> None:
+def _growth(axes: Axes, growth: Growth, measured: str, computed: str, title: str) -> None:
     """Draw a measured quantity, and a computed one that is scaled to meet it at the longest row."""
-    lengths, slopes = [point.length for point in found.points], found.slopes
-    ours, theirs = ([getattr(point, name) for point in found.points] for name in (measured, computed))
+    lengths, slopes = [point.length for point in growth.points], growth.slopes
+    ours, theirs = ([getattr(point, name) for point in growth.points] for name in (measured, computed))
     scale = ours[-1] / theirs[-1]
     axes.plot(lengths, ours, marker="o", color=canvas.BLUE, label=f"{measured}, slope {slopes[measured]:.2f}")
     label = f"{computed} (scaled), slope {slopes[computed]:.2f}"
@@ -455,17 +437,17 @@ def _growth(axes: Axes, found: Growth, measured: str, computed: str, title: str)
 # Quantization, speed, meshes --------------------------------------------------------------------------------
 
 
-def draw_quantization(found: QuantReport, title: str) -> Figure:
+def draw_quantization(report: QuantReport, title: str) -> Figure:
     """Draw the error of each projection against its layer, and perplexity before and after."""
-    measured = found.before is not None and found.after is not None
-    figure = canvas.new(9.6 if measured else 6.4, 4.2)
-    figure.suptitle(
-        canvas.plain(f"{title}: int{found.bits} by {found.method}, groups of {found.group}"), fontsize=11
+    measured = report.before is not None and report.after is not None
+    title = f"{title}: int{report.bits} by {report.method}, groups of {report.group}"
+    ratios = [3, 1] if measured else [1]
+    figure, grid = canvas.panels(
+        9.6 if measured else 6.4, 4.2, title, columns=len(ratios), width_ratios=ratios
     )
-    grid = figure.subplots(1, 2 if measured else 1, squeeze=False, width_ratios=[3, 1] if measured else [1])
-    axes, outputs = grid[0][0], all(one.output_error is not None for one in found.layers)
+    axes, outputs = grid[0][0], all(layer.output_error is not None for layer in report.layers)
     lines: dict[str, list[tuple[int, float]]] = {}
-    for one in found.layers:
+    for one in report.layers:
         before, _, rest = one.name.partition("blocks.")
         number, _, kind = rest.partition(".")
         error = one.output_error if one.output_error is not None and outputs else one.weight_error
@@ -480,34 +462,33 @@ def draw_quantization(found: QuantReport, title: str) -> Figure:
     axes.set_xticks(sorted({layer for points in lines.values() for layer, _ in points}))
     axes.grid(alpha=0.3)
     canvas.legend(axes, columns=3)
-    if found.before is not None and found.after is not None:
-        values = [found.before.perplexity, found.after.perplexity]
+    if report.before is not None and report.after is not None:
+        values = [report.before.perplexity, report.after.perplexity]
         bars = grid[0][1].bar(["before", "after"], values, color=[canvas.BLUE, canvas.RED])
         grid[0][1].bar_label(bars, [f"{value:.2f}" for value in values], fontsize=8)
         grid[0][1].margins(y=0.1)
-        kl = f"KL {found.after.divergence:.2g} nats a token"
-        canvas.name(grid[0][1], f"perplexity\n{kl}", f"{found.before.tokens:,} tokens", size=9)
+        kl = f"KL {report.after.divergence:.2g} nats a token"
+        canvas.name(grid[0][1], f"perplexity\n{kl}", f"{report.before.tokens:,} tokens", size=9)
     return figure
 
 
-def draw_speed(found: SpeedReport, title: str) -> Figure:
+def draw_speed(report: SpeedReport, title: str) -> Figure:
     """Draw tokens or pictures a second of each program, clearhead's bar in colour."""
-    heights = [len(job.timings) + 1.2 for job in found.jobs]
-    figure = canvas.new(7.6, 0.34 * sum(heights) + 0.9)
-    machine = found.machine
-    figure.suptitle(canvas.plain(f"{title}: {machine.dtype} on {machine.name}"), fontsize=11)
-    grid = figure.subplots(len(found.jobs), 1, squeeze=False, height_ratios=heights)
-    for axes, job in zip(grid[:, 0], found.jobs):
-        names = [one.program for one in job.timings]
-        rates = [one.per_second or 0.0 for one in job.timings]
+    heights = [len(job.timings) + 1.2 for job in report.jobs]
+    title = f"{title}: {report.machine.dtype} on {report.machine.name}"
+    height = 0.34 * sum(heights) + 0.9
+    figure, grid = canvas.panels(7.6, height, title, len(report.jobs), height_ratios=heights)
+    for axes, job in zip(grid[:, 0], report.jobs):
+        names = [timing.program for timing in job.timings]
+        rates = [timing.per_second or 0.0 for timing in job.timings]
         bars = axes.barh(names, rates, color=[canvas.BLUE, *[OTHERS] * (len(names) - 1)])
-        said = [f"{rate:,.{2 if rate < 10 else 0}f}" for rate in rates]
-        for place, one in enumerate(job.timings):
-            if one.fault:
-                said[place] = ABOVE_LIMIT if one.above_limit else "failed"
-            elif place and one.ours_over_this is not None:
-                said[place] += f"  (clearhead: {one.ours_over_this:.2f} x)"
-        axes.bar_label(bars, said, padding=4, fontsize=8)
+        labels = [f"{rate:,.{2 if rate < 10 else 0}f}" for rate in rates]
+        for place, timing in enumerate(job.timings):
+            if timing.fault:
+                labels[place] = ABOVE_LIMIT if timing.above_limit else "failed"
+            elif place and timing.ours_over_this is not None:
+                labels[place] += f"  (clearhead: {timing.ours_over_this:.2f} x)"
+        axes.bar_label(bars, labels, padding=4, fontsize=8)
         axes.axvline(job.limit, color=canvas.RED, linestyle="--", linewidth=1)
         axes.set_xlim(0, 1.3 * max(job.limit, *rates))
         canvas.name(axes, f"{job.name}; dashed: the limit, by {job.bound_by}", "", size=9)
@@ -517,31 +498,31 @@ def draw_speed(found: SpeedReport, title: str) -> Figure:
     return figure
 
 
-def draw_plan(found: MeshReport, title: str) -> Figure:
+def draw_plan(report: MeshReport, title: str) -> Figure:
     """Draw two panels of bars, one bar for each mesh: bytes of a device, and seconds of a step."""
-    figure = canvas.new(11, 0.5 * len(found.meshes) + 2.4)
-    figure.suptitle(canvas.plain(title), fontsize=11)
-    left, right = figure.subplots(1, 2, sharey=True)
-    names = [str(one.mesh) for one in found.meshes]
+    figure, ((left, right),) = canvas.panels(
+        11, 0.5 * len(report.meshes) + 2.4, title, columns=2, sharey=True
+    )
+    names = [str(plan.mesh) for plan in report.meshes]
     panels = (
-        (left, [vars(one.memory) for one in found.meshes], 1e9, "memory of a device", "GB"),
-        (right, [vars(one.time) for one in found.meshes], 1.0, "a step", "seconds"),
+        (left, [vars(plan.memory) for plan in report.meshes], 1e9, "memory of a device", "GB"),
+        (right, [vars(plan.time) for plan in report.meshes], 1.0, "a step", "seconds"),
     )
     for axes, bars, unit, what, unit_name in panels:
-        places = range(len(bars))
+        ticks = range(len(bars))
         before = [0.0] * len(bars)
         for part in bars[0]:
             widths = [bar[part] / unit for bar in bars]
             if any(width > 0.002 * sum(bar.values()) / unit for width, bar in zip(widths, bars)):
-                axes.barh(places, widths, left=before, label=part)
+                axes.barh(ticks, widths, left=before, label=part)
             before = [start + width for start, width in zip(before, widths)]
         canvas.name(axes, what, unit_name, size=9)
         axes.grid(alpha=0.3, axis="x")
         axes.set_axisbelow(True)
-    for place, one in enumerate(found.meshes):
-        right.text(one.time.total, place, f" MFU {one.mfu:.0%}", va="center", fontsize=8)
-    left.axvline(found.cluster.memory / 1e9, color="grey", linewidth=0.8, linestyle="--")
-    right.set_xlim(0, 1.18 * max(one.time.total for one in found.meshes))
+    for place, plan in enumerate(report.meshes):
+        right.text(plan.time.total, place, f" MFU {plan.mfu:.0%}", va="center", fontsize=8)
+    left.axvline(report.cluster.memory / 1e9, color="grey", linewidth=0.8, linestyle="--")
+    right.set_xlim(0, 1.18 * max(plan.time.total for plan in report.meshes))
     left.set_yticks(range(len(names)), names, fontsize=8)
     left.invert_yaxis()
     for axes in (left, right):
@@ -558,15 +539,6 @@ def draw_confusion(counts: ClassCounts, title: str) -> Figure:
     totals = matrix.sum(1, keepdims=True)
     shares = np.divide(matrix, totals, out=np.full_like(matrix, np.nan), where=totals > 0)
     names = [f"{label} ({int(total):,})" for label, total in zip(counts.labels, totals[:, 0])]
-    return canvas.heatmap(
-        shares,
-        names,
-        counts.labels,
-        title,
-        "share of the examples of a class",
-        "class, number of examples",
-        "taken for",
-        low=0,
-        high=1,
-        numbers=len(counts.labels) <= WRITTEN,
-    )
+    words = ("share of the examples of a class", "class, number of examples", "taken for")
+    few = len(counts.labels) <= WRITTEN
+    return canvas.heatmap(shares, names, counts.labels, title, *words, low=0, high=1, numbers=few)

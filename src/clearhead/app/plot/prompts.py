@@ -21,7 +21,7 @@ WEIGHT = "attention weight (root scale)"
 SHARE = "share of the token (root scale)"
 KINDS = {"self": "self-attention", "encoder": "encoder self-attention", "cross": "cross-attention"}
 THUMBNAIL = 48  # cells along a side
-SMALL_LABELS = 40  # labels that are still legible beside a small picture
+SMALL_LABELS = 40  # labels that are still legible next to a small picture
 PER_PANEL = 20  # columns side by side; more go into further panels below
 MOST = 240  # columns of one picture: the last ones
 LETTERS = 9  # of a token that fit into a cell
@@ -61,8 +61,8 @@ def draw_layer(layer: LayerMap) -> Figure:
     rows = math.ceil(count / columns)
     tokens = max(len(layer.queries.labels), len(layer.keys.labels))
     side = min(max(0.13 * tokens, 2.2), 4.6)
-    figure = canvas.new(columns * side + 1.6, rows * side + 0.9)
-    grid = figure.subplots(rows, columns, squeeze=False)
+    title = f"{KINDS[layer.kind]}, layer {layer.layer}{_cells(layer.aggregated)}"
+    figure, grid = canvas.panels(columns * side + 1.6, rows * side + 0.9, title, rows, columns)
     for axes in grid.flat[len(layer.pattern) :]:
         axes.set_axis_off()
     for number, (axes, pattern) in enumerate(zip(grid.flat, layer.pattern)):
@@ -70,7 +70,6 @@ def draw_layer(layer: LayerMap) -> Figure:
         axes.set_title(f"head {layer.name}.{number}", fontsize=9)
         _label(axes, layer.queries if number % columns == 0 else None, "y", side)
         _label(axes, layer.keys if number + columns >= count else None, "x", side)
-    figure.suptitle(f"{KINDS[layer.kind]}, layer {layer.layer}{_cells(layer.aggregated)}", fontsize=11)
     figure.supylabel("query", fontsize=9)
     figure.supxlabel("key", fontsize=9)
     if len(layer.pattern):
@@ -114,7 +113,7 @@ def _tokens(axis: Axis) -> str:
 
 
 def _label(axes: Axes, axis: Axis | None, side: Literal["x", "y"], inches: float) -> None:
-    """Write labels beside a small picture, as large as there is room for; None: write nothing."""
+    """Write labels next to a small picture, as large as there is room for; None: write nothing."""
     every = canvas.label_axis(axes, axis.labels if axis is not None else (), side, SMALL_LABELS)
     if axis is not None:
         shown = math.ceil(len(axis.labels) / every)
@@ -151,22 +150,15 @@ def draw_lens(lens: Lens, most: int = MOST) -> Figure:
     size = math.ceil(len(columns) / math.ceil(len(columns) / PER_PANEL))  # panels of about equal length
     panels = [columns[start : start + size] for start in range(0, len(columns), size)]
     across, down = max(map(len, panels)), len(lens.layers)
-    figure = canvas.new(max(CELL[0] * across + 2.6, 6.5), len(panels) * (CELL[1] * down + 1.1) + 0.7)
-    grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
-    for axes, panel in zip(grid, panels):
-        image = _lens_panel(axes, lens, panel, across)
     title = "What the model would say after each layer"
     if len(columns) < len(lens.columns):
         title += f", the last {len(columns)} of {len(lens.columns)} columns"
-    figure.suptitle(title, fontsize=11)
-    figure.colorbar(
-        image,
-        ax=list(grid),
-        label=f"probability of the {lens.kind} in the cell",
-        fraction=0.03,
-        pad=0.01,
-        aspect=30,
-    )
+    width, height = max(CELL[0] * across + 2.6, 6.5), len(panels) * (CELL[1] * down + 1.1) + 0.7
+    figure, grid = canvas.panels(width, height, title, len(panels))
+    for axes, panel in zip(grid[:, 0], panels):
+        image = _lens_panel(axes, lens, panel, across)
+    label = f"probability of the {lens.kind} in the cell"
+    figure.colorbar(image, ax=list(grid.flat), label=label, fraction=0.03, pad=0.01, aspect=30)
     return figure
 
 
@@ -193,13 +185,13 @@ def _lens_panel(axes: Axes, lens: Lens, panel: list[int], across: int) -> Any:
     return image
 
 
-def draw_contributions(found: Contributions) -> Figure:
-    """Draw layers by heads, with the feed-forward beside them, and the largest terms as bars."""
-    tables = {kind: found.heads(kind).numpy() for kind in ("self", "cross")}
+def draw_contributions(terms: Contributions) -> Figure:
+    """Draw layers by heads, with the feed-forward next to them, and the largest terms as bars."""
+    tables = {kind: terms.heads(kind).numpy() for kind in ("self", "cross")}
     tables = {kind: table for kind, table in tables.items() if table.size}
-    forward = [[term.value] for term in found.terms if term.kind == "feedforward"]
+    forward = [[term.value] for term in terms.terms if term.kind == "feedforward"]
     tables["self"] = np.hstack([tables["self"], forward])
-    layers, largest = max(len(table) for table in tables.values()), found.largest(BARS)
+    layers, largest = max(len(table) for table in tables.values()), terms.largest(BARS)
     widths = [max(0.36 * table.shape[1] + 1.0, 2.6) for table in tables.values()]
     figure = canvas.new(sum(widths) + 5.5, max(0.3 * layers + 1.8, 0.22 * len(largest) + 1.6, 3.4))
     *grid, last = figure.subplots(1, len(tables) + 1, squeeze=False, width_ratios=[*widths, 3.6])[0]
@@ -223,35 +215,35 @@ def draw_contributions(found: Contributions) -> Figure:
     figure.colorbar(image, ax=grid, label="added to the logit", fraction=0.046)
     names = [f"head {term.name}" if term.head is not None else term.name for term in largest]
     canvas.signed_bars(last, [term.value for term in largest], names, above=canvas.RED, below=canvas.BLUE)
-    last.set_xlabel(f"added to the logit: the {len(largest)} largest of {len(found.terms)}")
-    versus = f" less that of {found.against}" if found.against is not None else ""
-    cap = " before the soft cap" if found.capped is not None else ""
-    where = f"{found.columns[found.column]}: {found.logit:.3f}{cap}"
-    title = f"Direct contributions to the logit of {found.choice}{versus} at {where}"
+    last.set_xlabel(f"added to the logit: the {len(largest)} largest of {len(terms.terms)}")
+    versus = f" less that of {terms.against}" if terms.against is not None else ""
+    cap = " before the soft cap" if terms.capped is not None else ""
+    where = f"{terms.columns[terms.column]}: {terms.logit:.3f}{cap}"
+    title = f"Direct contributions to the logit of {terms.choice}{versus} at {where}"
     figure.suptitle(canvas.plain(title), fontsize=11)
     return figure
 
 
-def draw_patching(found: Patching) -> Figure:
+def draw_patching(patching: Patching) -> Figure:
     """Draw every map of a patching: parts one below the other, two stacks side by side."""
-    tables = {(table.part, table.stack): table for table in found.maps}
-    parts = [part for part in PARTS if any(table.part == part for table in found.maps)]
-    stacks = list(dict.fromkeys(table.stack for table in found.maps))
-    rows = [max(len(table.rows) for table in found.maps if table.part == part) for part in parts]
-    columns = [max(len(table.columns) for table in found.maps if table.stack == stack) for stack in stacks]
+    tables = {(table.part, table.stack): table for table in patching.maps}
+    parts = [part for part in PARTS if any(table.part == part for table in patching.maps)]
+    stacks = list(dict.fromkeys(table.stack for table in patching.maps))
+    rows = [max(len(table.rows) for table in patching.maps if table.part == part) for part in parts]
+    columns = [max(len(table.columns) for table in patching.maps if table.stack == stack) for stack in stacks]
     heights = [ROW * count + 1.5 for count in rows]
     widths = [max(COLUMN * count + 1.5, 4.5) for count in columns]
     figure = canvas.new(min(sum(widths) + 1.5, WIDEST), sum(heights) + 0.9)
     grid = figure.subplots(len(parts), len(stacks), squeeze=False, height_ratios=heights, width_ratios=widths)
-    largest = max(float(np.nanmax(np.abs(table.values.numpy()))) for table in found.maps)
+    largest = max(float(np.nanmax(np.abs(table.values.numpy()))) for table in patching.maps)
     reach = min(max(largest, REACH), 2 * REACH)
     for (row, column), axes in np.ndenumerate(grid):
         if (parts[row], stacks[column]) in tables:
             image = _patch_map(axes, tables[parts[row], stacks[column]], reach)
         else:
             axes.set_axis_off()
-    logits = f"logit of {found.answer} less that of {found.wrong} at {found.position}"
-    values = f"clean {found.clean_difference:.2f}, corrupt {found.corrupt_difference:.2f}"
+    logits = f"logit of {patching.answer} less that of {patching.wrong} at {patching.position}"
+    values = f"clean {patching.clean_difference:.2f}, corrupt {patching.corrupt_difference:.2f}"
     figure.suptitle(canvas.plain(f"Clean activations in the corrupt run: {logits}\n{values}"), fontsize=11)
     figure.colorbar(
         image,

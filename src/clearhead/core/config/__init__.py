@@ -1,7 +1,7 @@
 """`ModelConfig`: everything that decides what a Transformer is, as one frozen, serialisable dataclass.
 
-`fields` lists what may be set, `resolve` derives the rest, `checks` refuses what does not fit. Every field of
-a built config has its final value. The config remembers which were given, and `replace` derives the others
+`fields` lists what may be set, `resolve` derives the rest, and `CHECKS` refuse what does not fit. Every field
+of a built config has its final value. The config remembers which were given, and `replace` derives the others
 anew.
 """
 
@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clearhead.core.config.checks import MOST_LAYERS, MOST_WIDE, check_given, check_specs
 from clearhead.core.config.fields import (
     BIASES,
     LEARNED_BIASES,
+    MOST_LAYERS,
+    MOST_WIDE,
     TABLES,
     Family,
     Fields,
@@ -28,9 +29,9 @@ from clearhead.core.config.fields import (
     RopeScaling,
     StackSpec,
 )
+from clearhead.core.config.registry import Registry
 from clearhead.core.config.resolve import derive, head_spec, stack_specs
-from clearhead.core.config.typed import check_names, check_types, from_plain, plain
-from clearhead.errors import ConfigError, refuse
+from clearhead.errors import ConfigError, check_names, check_types, from_plain, plain, refuse
 
 __all__ = [
     "BIASES",
@@ -48,6 +49,11 @@ __all__ = [
     "StackSpec",
 ]
 
+# What is refused: wrong values of the given fields, and stacks whose fields do not go together.
+CHECKS: Registry[Any] = Registry(
+    {"fields": "clearhead.variants.checks:check_given", "stacks": "clearhead.variants.checks:check_specs"}
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Fields):
@@ -55,12 +61,12 @@ class ModelConfig(Fields):
 
     def __post_init__(self) -> None:
         check_types(self)
-        check_given(self)
+        CHECKS["fields"](self)
         free = {name: value for name, value in derive(self).items() if getattr(self, name) is None}
         for name, value in free.items():
             object.__setattr__(self, name, value)
         object.__setattr__(self, "_free", frozenset(free))
-        check_specs(self, self.stacks)
+        CHECKS["stacks"](self, self.stacks)
 
     @property
     def derived(self) -> frozenset[str]:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Self
 
 from clearhead.core.config.kinds import Kind, Windowed
-from clearhead.core.config.typed import check_names, check_types
-from clearhead.errors import ConfigError, refuse
+from clearhead.errors import ConfigError, check_names, check_types, refuse
 
 Family = Literal["decoder", "encoder", "encoder-decoder"]
 Input = Literal["tokens", "patches", "vectors", "frames"]
@@ -30,6 +29,7 @@ PoolerName = Literal["none", "tanh", ActivationName]
 HeadName = Literal["lm", "mlm", "classifier", "tagger", "span", "embedding", "none"]
 Pooling = Literal["cls", "mean", "last"]
 Initialisation = Literal["xavier", "gpt2", "bert"]
+MOST_LAYERS, MOST_WIDE = 10_000, 2**24  # far beyond any model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +143,11 @@ class StackFields:
     dropout: float = 0.0  # on embeddings and what sublayers add
     feedforward_dropout: float = 0.0  # between the two feed-forward layers
     layer_drop: float = 0.0  # stochastic depth: chance that a row of the batch skips a sublayer
+
+    @property
+    def rotates_by_length(self) -> bool:
+        """Whether angles depend on the longest row of a call, so on all that is read together."""
+        return self.rope_scaling is not None and self.rope_scaling.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,18 +14,16 @@ The kinds that choose among keys take `sinks=4`: the first 4 tokens are always s
 """
 
 import dataclasses
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, get_args, get_type_hints
+from typing import Any, ClassVar
 
 from clearhead.core.config.registry import Registry
-from clearhead.errors import ConfigError, nearest, refuse
 
 SMALLEST, LARGEST = 32, 256  # tokens of a block, where a window is attended by blocks
 # (query's position, key's position, tokens of the query's document) -> may attend; tensors that broadcast
 Rule = Callable[[Any, Any, Any], Any]
-Rules = list[tuple[object, str]]  # a mistake that may have been made, and the line of its error
+Mistakes = Iterable[str]  # a line for each: what is wrong, what is allowed, the way out
 
 
 @dataclass(frozen=True)
@@ -39,6 +37,7 @@ class Kind:
     patterned: ClassVar[bool] = True  # each query has shares of the tokens, which a picture can show
     untapped: ClassVar[tuple[str, ...]] = ()  # activations of attention that it does not have
     bounded: ClassVar[bool] = False  # it has weights for each position: none past max_positions can be read
+    state_begins: ClassVar[tuple[float, ...]] = ()  # what fills each tensor of a state at first, if not 0
 
     @property
     def reach(self) -> int | None:
@@ -99,23 +98,17 @@ class Kind:
         """Return how errors call this kind in a layer."""
         return f'attention "{self}" of layer {layer}'
 
-    def mistakes(self, config: Any, stack: Any, layer: int) -> Rules:
-        """Return what may be wrong with this kind in a layer."""
-        return []
-
-    def shortened(self, most: int) -> Self:
-        """Return the same kind with sizes of at most `most` tokens, for tests on short inputs."""
-        sizes = ("size", "step", "first", "last", "sinks", "full")
-        limited = {name: min(most, getattr(self, name)) for name in sizes if hasattr(self, name)}
-        return dataclasses.replace(self, **limited)
+    def mistakes(self, config: Any, stack: Any, layer: int) -> Mistakes:
+        """Return what is wrong with this kind in a layer."""
+        return ()
 
     def __str__(self) -> str:
-        given = [
+        changed = [
             f"{entry.name}={getattr(self, entry.name)}"
             for entry in dataclasses.fields(self)
             if getattr(self, entry.name) != entry.default
         ]
-        return f"{self.name}({', '.join(given)})" if given else self.name
+        return f"{self.name}({', '.join(changed)})" if changed else self.name
 
 
 @dataclass(frozen=True)
@@ -162,6 +155,7 @@ def with_sinks(rule: Rule, sinks: int) -> Rule:
 
 
 VARIANTS = "clearhead.variants.kinds"
+# By the name that a config gives them, such as "window(128)", which `variants.checks.read_kind` takes apart.
 KINDS: Registry[type[Kind]] = Registry(
     {
         "full": Full,
@@ -176,52 +170,3 @@ KINDS: Registry[type[Kind]] = Registry(
     }
 )
 FULL = Full()
-AT_LEAST = {"size": 1, "step": 1, "window": 1, "rank": 1, "kernel": 2}  # of a number; the others may be 0
-
-
-def read_kind(text: str) -> Kind:
-    """Return the kind that a text such as `window(128, sinks=4)` names."""
-    parts = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", text)
-    name, inner = parts.groups() if parts else (text, None)
-    known = ", ".join(KINDS)
-    refuse(
-        name not in KINDS,
-        f'attention "{text}" is no kind of attention{nearest(str(name), KINDS)}: choose from {known}',
-        ConfigError,
-    )
-    kind = KINDS[name]
-    names = [entry.name for entry in dataclasses.fields(kind)]
-    given: dict[str, int | str] = {}
-    positional: list[str] = []
-    for index, item in enumerate(part.strip() for part in (inner or "").split(",") if part.strip()):
-        key, equals, value = (side.strip() for side in item.partition("="))
-        refuse(
-            not equals and index != len(positional),
-            f'attention "{text}" has "{item}" after a number with a name: give it a name too',
-            ConfigError,
-        )
-        positional += [] if equals else [item]
-        key, value = (key, value) if equals else (names[index] if index < len(names) else "", key)
-        takes = f"{name} takes {', '.join(names)}" if names else f"{name} takes nothing in brackets"
-        refuse(key not in names, f'attention "{text}" has "{item}": {takes}', ConfigError)
-        refuse(key in given, f'attention "{text}" gives {key} twice: {takes}', ConfigError)
-        given[key] = _value(text, key, value, get_type_hints(kind)[key])
-    return kind(**given)
-
-
-def _value(text: str, key: str, value: str, hint: object) -> int | str:
-    choices = get_args(hint)
-    if choices:
-        refuse(
-            value not in choices,
-            f'attention "{text}" has {key} "{value}": choose from {", ".join(choices)}',
-            ConfigError,
-        )
-        return value
-    least = AT_LEAST.get(key, 0)
-    refuse(
-        not value.isdecimal() or int(value) < least,
-        f'attention "{text}" has {key} {value}: it must be a whole number, {least} or more',
-        ConfigError,
-    )
-    return int(value)

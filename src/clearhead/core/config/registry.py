@@ -1,6 +1,6 @@
 """Registries: tables of parts, by the name that a config gives them.
 
-The core has the common parts. A variant is stated as "module:name", and imported when it is first asked for:
+The core has the common parts. A variant is stated as "module:name", and imported when it is first looked up:
 so variants build on the core, and the core never imports them.
 """
 
@@ -16,6 +16,10 @@ class Registry(Mapping[str, Part], Generic[Part]):
 
     def __init__(self, parts: Mapping[str, Part | str]) -> None:
         self._parts = dict(parts)
+
+    def register(self, name: str, part: Part) -> None:
+        """Add a part, from inside or outside the package."""
+        self._parts[name] = part
 
     def __getitem__(self, name: str) -> Part:
         part = self._parts[name]

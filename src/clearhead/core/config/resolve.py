@@ -4,10 +4,13 @@ import dataclasses
 from typing import Any, TypeVar
 
 from clearhead.core.config.fields import Fields, HeadSpec, NormSpec, StackSpec
-from clearhead.core.config.kinds import FULL, Kind, Windowed, read_kind
-from clearhead.errors import ConfigError, refuse
+from clearhead.core.config.kinds import FULL, Kind, Windowed
+from clearhead.core.config.registry import Registry
+from clearhead.errors import ConfigError
 
 Spec = TypeVar("Spec", StackSpec, HeadSpec)
+Value = TypeVar("Value")
+READERS: Registry[Any] = Registry({"kind": "clearhead.variants.checks:read_kind"})  # of a text
 
 
 def derive(config: Fields) -> dict[str, Any]:
@@ -56,11 +59,8 @@ def _encoder_d_head(config: Fields, d_head: int) -> int:
     D, heads = config.d_model, config.n_encoder_heads
     if heads is None or D % config.n_heads or d_head != D // config.n_heads:
         return d_head
-    refuse(
-        config.d_encoder_head is None and D % heads,
-        f"d_model {D} is not divisible by n_encoder_heads {heads}: set d_encoder_head",
-        ConfigError,
-    )
+    if config.d_encoder_head is None and D % heads:
+        raise ConfigError(f"d_model {D} is not divisible by n_encoder_heads {heads}: set d_encoder_head")
     return D // heads
 
 
@@ -133,44 +133,41 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
 def _kinds(config: Fields, layers: int) -> tuple[Kind, ...]:
     """Return the kind of attention of each layer, from `attention` and `window`."""
     names = config.attention if isinstance(config.attention, tuple) else (config.attention,)
-    refuse(
-        not names or layers % len(names),
-        f"attention lists {len(names)} layers, which do not repeat to {layers}: give one entry per layer, "
-        "or a number of them that divides the layers",
-        ConfigError,
-    )
+    kinds = [READERS["kind"](name) for name in _repeated("attention", names, layers)]
     windows = config.window if isinstance(config.window, tuple) else (config.window,) * layers
-    refuse(
-        len(windows) != layers,
-        f"window lists {len(windows)} layers and there are {layers}: give one entry per layer, or one number",
-        ConfigError,
-    )
-    kinds = [read_kind(name) for name in names] * (layers // len(names))
+    if len(windows) != layers:
+        lists = f"window lists {len(windows)} layers and there are {layers}"
+        raise ConfigError(f"{lists}: give one entry per layer, or one number")
     for layer, (kind, window) in enumerate(zip(kinds, windows)):
-        if window is not None:
-            refuse(window < 1, f"window {window} must be 1 or more", ConfigError)
-            refuse(
-                kind != FULL,
+        if window is None:
+            continue
+        if window < 1:
+            raise ConfigError(f"window {window} must be 1 or more")
+        if kind != FULL:
+            raise ConfigError(
                 f'layer {layer} has window {window} and attention "{kind}": '
-                'leave window out, or say attention "window(...)" there',
-                ConfigError,
+                'leave window out, or say attention "window(...)" there'
             )
-            kinds[layer] = Windowed(window)
+        kinds[layer] = Windowed(window)
     return tuple(kinds)
 
 
 def _capacities(config: Fields, layers: int) -> tuple[float, ...]:
     """Return the share of the tokens that go through each layer; one number is for every second layer."""
-    given = config.depth_capacity
-    if not isinstance(given, tuple):
-        return tuple(given if layer % 2 else 1.0 for layer in range(layers))
-    refuse(
-        not given or layers % len(given),
-        f"depth_capacity lists {len(given)} layers, which do not repeat to {layers}: give one entry per "
-        "layer, or a number of them that divides the layers",
-        ConfigError,
-    )
-    return given * (layers // len(given))
+    capacity = config.depth_capacity
+    if not isinstance(capacity, tuple):
+        return tuple(capacity if layer % 2 else 1.0 for layer in range(layers))
+    return _repeated("depth_capacity", capacity, layers)
+
+
+def _repeated(name: str, values: tuple[Value, ...], layers: int) -> tuple[Value, ...]:
+    """Return a value for each layer: those given, again and again."""
+    if not values or layers % len(values):
+        raise ConfigError(
+            f"{name} lists {len(values)} layers, which do not repeat to {layers}: give one entry per layer, "
+            "or a number of them that divides the layers"
+        )
+    return values * (layers // len(values))
 
 
 def _norm(config: Fields) -> NormSpec:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from clearhead.core.config.typed import check_types
+from clearhead.errors import check_types
 
 TokenKind = Literal["char", "byte", "word", "bpe", "wordpiece", "unigram"]
 

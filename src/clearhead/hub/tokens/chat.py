@@ -99,17 +99,17 @@ def too_large(operation: str) -> SecurityError:
     return SecurityError(f"{operation} would make a value that is too large")
 
 
-def check_arguments(name: str, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+def check_arguments(name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Refuse arguments with which a filter or a method of a text makes far more than it was given."""
-    arguments = [*given[1:], *named.values()]
+    arguments = [*args[1:], *named.values()]
     if name in PADDING:
-        numbers = [one for one in arguments if isinstance(one, int | float)]
-        fields = re.findall(r"\d+", given[0]) if name == "format" and isinstance(given[0], str) else []
-        if any(abs(one) > WIDEST for one in numbers) or any(len(one) > 4 for one in fields):
+        numbers = [argument for argument in arguments if isinstance(argument, int | float)]
+        fields = re.findall(r"\d+", args[0]) if name == "format" and isinstance(args[0], str) else []
+        if any(abs(number) > WIDEST for number in numbers) or any(len(digits) > 4 for digits in fields):
             raise too_large(name)
     if name in REPEATING:
-        sizes = [sum(sizes_of(one)) for one in arguments if not isinstance(one, int | float)]
-        if sum(sizes_of(given[0])) * max(sizes, default=1) > 10 * LARGEST:
+        sizes = [sum(sizes_of(argument)) for argument in arguments if not isinstance(argument, int | float)]
+        if sum(sizes_of(args[0])) * max(sizes, default=1) > 10 * LARGEST:
             raise too_large(name)
 
 
@@ -119,8 +119,8 @@ class CountedCode(CodeGenerator):
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         """Write the joining of texts."""
         self.write("environment.joined((")
-        for one in node.nodes:
-            self.visit(one, frame)
+        for part in node.nodes:
+            self.visit(part, frame)
             self.write(", ")
         self.write("))")
 
@@ -143,18 +143,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """Add a filter or a test whose work is counted."""
 
         @functools.wraps(function)  # with the mark that asks for the context or the environment
-        def counted(*given: Any, **named: Any) -> Any:
-            own = given[1:] if hasattr(function, "jinja_pass_arg") else given
+        def counted(*args: Any, **named: Any) -> Any:
+            own = args[1:] if hasattr(function, "jinja_pass_arg") else args
             if name == "join" and own and not isinstance(own[0], str | list | tuple | dict):
                 own = (list(own[0]), *own[1:])
-                given = (*given[: len(given) - len(own)], *own)
+                args = (*args[: len(args) - len(own)], *own)
             spend(CALL)
             if name not in CHEAP:
-                for one in (*own, *named.values()):
-                    checked(one)
+                for argument in (*own, *named.values()):
+                    checked(argument)
             check_arguments(name, own, named)
-            found = function(*given, **named)
-            return found if name in CHEAP else checked(found)
+            result = function(*args, **named)
+            return result if name in CHEAP else checked(result)
 
         kind[name] = counted
 
@@ -167,32 +167,32 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         for node in list(template.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.FilterBlock))):
             assert isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.FilterBlock)
-            steps = 1 + sum(1 for one in node.body for _ in one.find_all(nodes.Node))
+            steps = 1 + sum(1 for child in node.body for _ in child.find_all(nodes.Node))
             node.body.insert(0, nodes.ExprStmt(counted(steps)))
             if isinstance(node, nodes.For) and node.test is not None:
                 node.test = nodes.And(counted(1 + sum(1 for _ in node.test.find_all(nodes.Node))), node.test)
         for compared in list(template.find_all(nodes.Compare)):
-            for one in compared.ops:
-                if not isinstance(one.expr, nodes.Const):
-                    one.expr = nodes.Filter(one.expr, COMPARED, [], [], None, None)
+            for operand in compared.ops:
+                if not isinstance(operand.expr, nodes.Const):
+                    operand.expr = nodes.Filter(operand.expr, COMPARED, [], [], None, None)
         template.set_lineno(1)
         template.set_environment(self)
         return template
 
-    def call(self, context: Context, function: Any, /, *given: Any, **named: Any) -> Any:
+    def call(self, context: Context, function: Any, /, *args: Any, **named: Any) -> Any:
         """Call what a template calls."""
         spend(CALL)
         own = getattr(function, "__self__", None)
         if isinstance(own, str):
             name = function.__name__
-            if name == "join" and given and not isinstance(given[0], str | list | tuple | dict):
-                given = (list(given[0]), *given[1:])
-            check_arguments("format" if name == "format_map" else name, (own, *given), named)
+            if name == "join" and args and not isinstance(args[0], str | list | tuple | dict):
+                args = (list(args[0]), *args[1:])
+            check_arguments("format" if name == "format_map" else name, (own, *args), named)
             checked(own)
-        for one in (*given, *named.values()):
-            checked(one)
-        found = super().call(context, function, *given, **named)
-        return found if isinstance(function, Macro) else checked(found)
+        for argument in (*args, *named.values()):
+            checked(argument)
+        result = super().call(context, function, *args, **named)
+        return result if isinstance(function, Macro) else checked(result)
 
     def getitem(self, value: Any, name: Any) -> Any:
         """Return an item or a slice."""
@@ -206,16 +206,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def joined(self, values: Iterable[Any]) -> str:
         """Return values as one text."""
-        return self.concat(str(checked(one)) for one in values)
+        return self.concat(str(checked(value)) for value in values)
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Join the pieces of an output."""
         kept, size = [], 0
-        for one in pieces:
-            size += len(one)
+        for piece in pieces:
+            size += len(piece)
             if size > LARGEST:
                 raise SecurityError(f"it writes more than {LARGEST:,} characters")
-            kept.append(one)
+            kept.append(piece)
         spend(size // TO_STEP)
         return "".join(kept)
 
@@ -226,7 +226,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         if operator == "**":
             large = not numbers or abs(right) > 64 or abs(left) > 1e6
         elif operator == "*" and numbers:
-            large = sum(one.bit_length() for one in (left, right) if isinstance(one, int)) > BITS
+            large = sum(factor.bit_length() for factor in (left, right) if isinstance(factor, int)) > BITS
         elif operator == "*":
             repeated, times = (right, left) if isinstance(left, int) else (left, right)
             large = isinstance(times, int) and sum(sizes_of(repeated)) * times > LARGEST
@@ -334,18 +334,18 @@ class ChatTemplate:
             return [self._marked(checked, tools)] if wanted else []
         texts = {}
         for place in wanted:
-            asked = self._rendered(checked[:place], True, tools)
+            prompt = self._rendered(checked[:place], True, tools)
             text = self._rendered(checked[: place + 1], False, tools)
-            start = _shared(asked, text)
-            earlier = self._rendered(checked[:place], False, tools) if start < len(asked) else ""
+            start = _shared(prompt, text)
+            earlier = self._rendered(checked[:place], False, tools) if start < len(prompt) else ""
             refuse(
-                start < _shared(earlier, asked),
+                start < _shared(earlier, prompt),
                 "the chat template does not write an answer where the generation prompt asks for it: "
                 "mark what the assistant writes by {% generation %} and {% endgeneration %}",
             )
             content = _text(checked[place]).strip()
-            found = text.find(content or text[start:], start)
-            said = found + len(content) if found >= 0 else start
+            at = text.find(content or text[start:], start)
+            said = at + len(content) if at >= 0 else start
             if checked[place].get("tool_calls"):  # special tokens may stand before and between the calls
                 said = len(text)
             texts[place] = text, Turn(start, len(text), said)
@@ -383,19 +383,23 @@ class ChatTemplate:
     def _rendered(
         self, messages: Sequence[Message], generation: bool, tools: Any, marks: Any = None, **more: Any
     ) -> str:
-        given = {**self.tokens, "messages": messages, "add_generation_prompt": generation, "tools": tools}
+        variables = {**self.tokens, "messages": messages, "add_generation_prompt": generation, "tools": tools}
         with refusing("the chat template refuses these messages"), bounded():
-            made = _compiled(self._source(tools))
-            return made.render(**{**given, "documents": None, MARKS: marks, **more})
+            template = _compiled(self._source(tools))
+            return template.render(**{**variables, "documents": None, MARKS: marks, **more})
 
 
 def answers(messages: Sequence[Message]) -> list[int]:
     """Return the places of the assistant's messages that answer something and are not empty."""
-    first = next((n for n, one in enumerate(messages) if one.get("role") not in LEADING), len(messages))
+    first = next(
+        (n for n, message in enumerate(messages) if message.get("role") not in LEADING), len(messages)
+    )
     return [
         place
-        for place, one in enumerate(messages)
-        if place > first and one.get("role") == ASSISTANT and (_text(one).strip() or one.get("tool_calls"))
+        for place, message in enumerate(messages)
+        if place > first
+        and message.get("role") == ASSISTANT
+        and (_text(message).strip() or message.get("tool_calls"))
     ]
 
 
@@ -451,11 +455,11 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
         f"{place}.content must be a text, or a list of parts of type text",
     )
     named = {} if reasons is None else {"thinking": reasons, **message, "reasoning_content": reasons}
-    given = {**(named or message)}
+    plain = {**(named or message)}
     if message.get("tool_calls"):
-        given["tool_calls"] = _calls(message["tool_calls"], place)
+        plain["tool_calls"] = _calls(message["tool_calls"], place)
     same = "content" not in message or content is message["content"]
-    return given if same else {**given, "content": content}
+    return plain if same else {**plain, "content": content}
 
 
 def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
@@ -476,8 +480,8 @@ def _parsed(function: Message) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):
-            found = json.loads(arguments)
-            arguments = found if isinstance(found, dict) else arguments
+            parsed = json.loads(arguments)
+            arguments = parsed if isinstance(parsed, dict) else arguments
     return {**function, "arguments": arguments} if "arguments" in function else {**function}
 
 
@@ -504,7 +508,7 @@ class WrittenBlocks(Extension):
 
 @functools.lru_cache(maxsize=32)
 def _compiled(source: str) -> Template:
-    found = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[WrittenBlocks, loopcontrols])
+    sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[WrittenBlocks, loopcontrols])
 
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
@@ -512,8 +516,8 @@ def _compiled(source: str) -> Template:
     def tojson(value: Any, **named: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **named})
 
-    found.add_counted(found.filters, "tojson", tojson)
-    found.globals["raise_exception"] = raise_exception
-    found.globals["namespace"] = SafeNamespace
-    found.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return found.from_string(source)
+    sandbox.add_counted(sandbox.filters, "tojson", tojson)
+    sandbox.globals["raise_exception"] = raise_exception
+    sandbox.globals["namespace"] = SafeNamespace
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return sandbox.from_string(source)

@@ -13,6 +13,15 @@ BYTES = [f"<0x{value:02X}>" for value in range(256)]  # as SentencePiece writes 
 VISIBLE = {" ": "·", "\n": "↵", "\t": "→", "\r": "←"}
 
 
+def assembled(
+    model: Any, normalizer: Any = None, pre_tokenizer: Any = None, decoder: Any = None
+) -> Tokenizer:
+    """Return a tokenizer of these parts: its model, and what normalises, splits into words and decodes."""
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, pre_tokenizer, decoder
+    return tokenizer
+
+
 def clean(text: str) -> str:
     """Return the text with each broken surrogate, which no file can hold, replaced by U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -70,19 +79,19 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     kind = repr(tokenizer.decoder)
     if "ByteLevel(" in kind:
         values = {letter: value for value, letter in enumerate(byte_letters())}
-        made = [
+        pieces = [
             bytes(map(values.__getitem__, token)) if values.keys() >= set(token) else token.encode()
             for token in (token or "" for token in written)
         ]
     else:
-        made = _read(tokenizer, written)
+        pieces = _read(tokenizer, written)
         for number, token in enumerate(written):
             if "ByteFallback(" in kind and token in BYTES:
-                made[number] = bytes([BYTES.index(token)])
+                pieces[number] = bytes([BYTES.index(token)])
     for number, one in added.items():
         if number < size:
-            made[number] = b"" if one.special else one.content.encode()
-    return made
+            pieces[number] = b"" if one.special else one.content.encode()
+    return pieces
 
 
 def _read(tokenizer: Tokenizer, written: Sequence[str | None]) -> list[bytes]:
@@ -91,16 +100,16 @@ def _read(tokenizer: Tokenizer, written: Sequence[str | None]) -> list[bytes]:
     before = next((n for n in known if re.fullmatch(r"\w+", decoded(tokenizer, [n]))), known[0])
     start = len(decoded(tokenizer, [before]))
     texts = [text[start:] for text in tokenizer.decode_batch([[before, number] for number in known])]
-    found = dict(zip(known, texts))
-    short = sorted(known, key=lambda n: (len(found[n]), n))[:: max(1, len(known) // CHECKED // 4)][:CHECKED]
-    pairs = [(a, b) for a in short for b in short if "\ufffd" not in found[a] + found[b]]
+    added = dict(zip(known, texts))
+    short = sorted(known, key=lambda n: (len(added[n]), n))[:: max(1, len(known) // CHECKED // 4)][:CHECKED]
+    pairs = [(a, b) for a in short for b in short if "\ufffd" not in added[a] + added[b]]
     for (a, b), text in zip(pairs, tokenizer.decode_batch([[before, a, b] for a, b in pairs])):
         refuse(
-            text[start:] != found[a] + found[b],
+            text[start:] != added[a] + added[b],
             f'this tokenizer reads "{written[a]}" and "{written[b]}" side by side as "{text[start:]}": '
             "a form needs tokens that read alike wherever they stand",
         )
-    return [found.get(n, "").replace("\ufffd", "").encode() for n in range(len(written))]
+    return [added.get(n, "").replace("\ufffd", "").encode() for n in range(len(written))]
 
 
 def byte_letters() -> list[str]:
@@ -210,8 +219,8 @@ def _of_text(tokenizer: Tokenizer, text: str) -> TextStages:
         first = len(pieces)
         pieces += [Piece(piece, *span) for piece, span, _ in work.get_splits()]
         work.tokenize(tokenizer.model.tokenize)
-        made = work.to_encoding()
-        rows = zip(made.tokens, made.ids, made.offsets, made.word_ids)
+        encoding = work.to_encoding()
+        rows = zip(encoding.tokens, encoding.ids, encoding.offsets, encoding.word_ids)
         tokens += [Token(token, number, *span, first + (word or 0)) for token, number, span, word in rows]
     return TextStages(text, normalised, tuple(alignment), tuple(pieces), tuple(tokens))
 

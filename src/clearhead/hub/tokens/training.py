@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, count
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -28,7 +27,7 @@ from tokenizers import (
 
 from clearhead.errors import InputError, refuse
 from clearhead.hub.tokens import TokenKind, TokensPlan
-from clearhead.hub.tokens.text import BYTES, byte_letters, clean
+from clearhead.hub.tokens.text import BYTES, assembled, byte_letters, clean
 
 PIECE = 1 << 16  # characters
 PARTS = re.compile(r"\s+|\S+")
@@ -136,14 +135,14 @@ def char(order: Order) -> Tokenizer:
     vocabulary = [*order.special, *(each for each in alphabet if each not in order.special)]
     order.need(len(vocabulary), f"{len(alphabet)} characters")
     model = models.BPE(dict(zip(vocabulary, count())), [], unk_token=order.unk)
-    return _built(model, normalizer=lower, decoder=decoders.Fuse())
+    return assembled(model, normalizer=lower, decoder=decoders.Fuse())
 
 
 def byte(order: Order) -> Tokenizer:
     """Make a token of each of the 256 bytes of UTF-8, in their order; nothing is learned from the text."""
     order.need(len(order.special) + 256, "256 bytes")
     model = models.BPE(dict(zip([*order.special, *byte_letters()], count())), [])
-    return _built(
+    return assembled(
         model,
         normalizer=_lower(order),
         pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
@@ -161,7 +160,9 @@ def word(order: Order) -> Tokenizer:
     except Exception as error:
         raise InputError(f'pattern "{order.pattern}" is no regular expression: {error}') from None
     split = pre_tokenizers.Split(words, "removed", invert=True)
-    tokenizer = _built(models.WordLevel(unk_token=order.unk), normalizer=_lower(order), pre_tokenizer=split)
+    tokenizer = assembled(
+        models.WordLevel(unk_token=order.unk), normalizer=_lower(order), pre_tokenizer=split
+    )
     trainer = trainers.WordLevelTrainer(
         vocab_size=order.need(len(order.special) + 1, "one word"),
         special_tokens=order.marks(),
@@ -179,7 +180,7 @@ def word(order: Order) -> Tokenizer:
 def bpe(order: Order) -> Tokenizer:
     """Train byte-level BPE with GPT-2's pre-split: exact on any text, and nothing is unknown."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = _built(
+    tokenizer = assembled(
         models.BPE(), normalizer=_lower(order), pre_tokenizer=split, decoder=decoders.ByteLevel()
     )
     trainer = trainers.BpeTrainer(
@@ -208,7 +209,7 @@ def wordpiece(order: Order) -> Tokenizer:
             special_tokens=[*order.special, *first],
             show_progress=False,
         )
-        work = _built(models.WordPiece(unk_token=order.unk), **parts)
+        work = assembled(models.WordPiece(unk_token=order.unk), **parts)
         work.train_from_iterator(order.stream(ROOM["wordpiece"]), trainer)
         return dict(work.get_vocab())
 
@@ -221,7 +222,7 @@ def wordpiece(order: Order) -> Tokenizer:
         sorted(letter for letter in alphabet if letter.startswith("##") and len(letter) == 3), size
     )
     model = models.WordPiece(vocabulary, unk_token=order.unk)
-    return _built(model, **parts, decoder=decoders.WordPiece())
+    return assembled(model, **parts, decoder=decoders.WordPiece())
 
 
 def unigram(order: Order) -> Tokenizer:
@@ -236,7 +237,7 @@ def unigram(order: Order) -> Tokenizer:
         decoders.Fuse(),
         decoders.Strip(" ", 1, 0),
     ]
-    tokenizer = _built(
+    tokenizer = assembled(
         models.Unigram(),
         normalizer=_lower(order),
         pre_tokenizer=pre_tokenizers.Sequence([lines, pre_tokenizers.Metaspace(prepend_scheme="first")]),
@@ -292,14 +293,6 @@ def _ordered(learned: list[tuple[str, float]], room: int) -> list[tuple[str, flo
         for piece, score in learned
     ]
     return sorted(level, key=lambda each: (-each[1], each[0]))[:room]
-
-
-def _built(model: models.Model, **parts: Any) -> Tokenizer:
-    """Return a tokenizer of a model and its other parts by name."""
-    tokenizer = Tokenizer(model)
-    for name, part in parts.items():
-        setattr(tokenizer, name, part)
-    return tokenizer
 
 
 def _lower(order: Order) -> normalizers.Normalizer | None:
@@ -402,13 +395,13 @@ def train_tokenizer(
     usual, _ = choose(replace(plan, vocab_size=None), specials, size)
     # A size equal to the usual one is no demand, so that a plan filled in by `choose` gives the same
     # tokenizer.
-    asked = plan.vocab_size is not None and plan.vocab_size != usual.vocab_size
+    exact = plan.vocab_size is not None and plan.vocab_size != usual.vocab_size
     special, unk = specials.all(chosen.kind), specials.roles(chosen.kind).get("unk")
-    order = Order(texts, special, unk, chosen.vocab_size, asked, plan.lowercase, plan.pattern)
+    order = Order(texts, special, unk, chosen.vocab_size, exact, plan.lowercase, plan.pattern)
     tokenizer = _framed(KINDS[chosen.kind](order), special, specials)
     reached = tokenizer.get_vocab_size()
     refuse(
-        asked and not clamp and chosen.vocab_size is not None and reached < chosen.vocab_size,
+        exact and not clamp and chosen.vocab_size is not None and reached < chosen.vocab_size,
         f"vocab_size {chosen.vocab_size} is more than the data allows: "
         f"kind {chosen.kind} finds {reached} tokens "
         f"in it, special ones included: set it to {reached} or less, or leave it out"
@@ -466,8 +459,8 @@ def _check(texts: Iterable[str], plan: TokensPlan) -> None:
         seen.update(text[:1000].strip())
         if len(seen) > 1:
             return
-    found = f'only the character "{seen.pop()}"' if seen else "nothing"
+    text_found = f'only the character "{seen.pop()}"' if seen else "nothing"
     raise InputError(
-        f"there is {found} to train a tokenizer on: "
+        f"there is {text_found} to train a tokenizer on: "
         "give text of two different characters at least, better of some thousands"
     )

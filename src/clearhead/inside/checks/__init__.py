@@ -16,8 +16,7 @@ from collections.abc import Callable
 
 import torch
 
-from clearhead.core.taps import unwrapped
-from clearhead.core.transformer import Transformer, evaluating
+from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
 from clearhead.inside.checks.rows import (
@@ -32,6 +31,7 @@ from clearhead.inside.checks.rows import (
 )
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import quantized_parts
+from clearhead.variants.contexts import evaluating, unwrapped
 
 __all__ = ["Check", "check", "checks_for"]
 

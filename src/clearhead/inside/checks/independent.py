@@ -24,9 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.core.config.kinds import read_kind
 from clearhead.core.feedforward import FeedForward
-from clearhead.core.taps import edit
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, MissingExtraError, refuse
 from clearhead.hub.registry import ONE_TOWER
@@ -51,6 +49,9 @@ from clearhead.run.kernels.parts import Direct
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.apply import dequantized
 from clearhead.run.quant.layers import QuantizedLinear, quantized_parts, rounding_bound
+from clearhead.variants.checks import read_kind
+from clearhead.variants.contexts import edit
+from clearhead.variants.kinds import shortened
 from clearhead.variants.towers import pair_loss
 
 REFERENCE_TOLERANCE = 1e-4
@@ -85,18 +86,20 @@ def formula_rows(inputs: Inputs) -> list[Comparison]:
         ),
         row(
             "cached = formula (lively)",
-            "the same through each form of cache, in pieces of 1, 3 and 2 tokens",
-            lambda _: _through_caches(large(), expected()),
+            "the same through each form of cache, in chunks of 1, 3 and 2 tokens",
+            lambda _: max(
+                gap(through(large(), form(), [1, 3, 2]), expected()) for form in cache_forms(large()).values()
+            ),
             fits=inputs.caches,
         ),
         *long_rows(inputs, large),
     ]
 
 
-def _formula(inputs: Inputs, given: Mapping[str, Tensor] | None = None, loudness: float = 1.0) -> Tensor:
+def _formula(inputs: Inputs, arguments: Mapping[str, Tensor] | None = None, loudness: float = 1.0) -> Tensor:
     """Return the logits of the formula."""
     config, weights = inputs.model.config, inputs.model.state_dict()
-    tensors = given or inputs.given
+    tensors = arguments or inputs.arguments
     return reference_logits(config, weights, **tensors, loudness=loudness, learns=inputs.model.training)
 
 
@@ -108,15 +111,11 @@ def _lively(inputs: Inputs, expected: Tensor) -> float:
         count = torch.arange(padded["ids"].shape[1], device=inputs.device)
         far = torch.where(count < inputs.length // 2, count, count + config.max_positions)
         beyond = {**padded, "positions": far.expand(inputs.rows, -1)}
-        for given in [padded] if config.bounded else [padded, beyond]:
-            both = inputs.model(**given).logits.cpu(), _formula(inputs, given)
+        for arguments in [padded] if config.bounded else [padded, beyond]:
+            both = inputs.model(**arguments).logits.cpu(), _formula(inputs, arguments)
             ours, theirs = (logits[:, slots.cpu()] if logits.ndim == 3 else logits for logits in both)
             gaps.append(gap(ours, theirs))
     return max(gaps)
-
-
-def _through_caches(inputs: Inputs, expected: Tensor) -> float:
-    return max(gap(through(inputs, form(), [1, 3, 2]), expected) for form in cache_forms(inputs).values())
 
 
 def _quiet(inputs: Inputs) -> float:
@@ -162,7 +161,7 @@ def _shorter(window: Any) -> Any:
     if isinstance(window, tuple):
         return tuple(map(_shorter, window))
     if isinstance(window, str):
-        return str(read_kind(window).shortened(WINDOW))
+        return str(shortened(read_kind(window), WINDOW))
     return None if window is None else min(window, WINDOW)
 
 
@@ -219,8 +218,8 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
         stated = getattr(theirs.config, "pad_token_id", None)
         padding = {m.config.position_offset - 1, -1 if stated is None else int(stated)}
         inputs.main = _real_tokens(inputs.main, padding)
-        if "source" in inputs.given:
-            inputs.given["source"] = _real_tokens(inputs.given["source"], padding)
+        if "source" in inputs.arguments:
+            inputs.arguments["source"] = _real_tokens(inputs.arguments["source"], padding)
         return inputs, theirs.eval()
 
     return [
@@ -264,7 +263,7 @@ def _difference(inputs: Inputs, their_model: Any) -> float:
         theirs = their_model(**_read(inputs, source), decoder_input_ids=main)
     else:
         types = {"token_type_ids": torch.zeros_like(main)} if inputs.model.config.n_types else {}
-        marked = inputs.given.get("global_mask")
+        marked = inputs.arguments.get("global_mask")
         named = types if marked is None else {**types, "global_attention_mask": marked.long()}
         out = inputs.model(main, global_mask=marked)
         theirs = their_model(**{"pixel_values" if inputs.kind == "patches" else "input_ids": main}, **named)
@@ -321,7 +320,7 @@ def _real_tokens(x: Tensor, padding: set[int]) -> Tensor:
 
 def _whole_source(inputs: Inputs) -> Tensor | None:
     """Return what the encoder reads; of frames as many as it has positions for, which the reference asks."""
-    source = inputs.given.get("source")
+    source = inputs.arguments.get("source")
     if source is None or inputs.source_kind != "frames":
         return source
     spec = inputs.model.config.stacks[0]

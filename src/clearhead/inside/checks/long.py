@@ -1,8 +1,8 @@
 """Rows of the equality suite on long inputs: past every length at which a model does something else.
 
 A window begins to forget, the last bucket of distances is reached, a scaling of RoPE switches, a table of
-positions ends, a prompt is read in pieces. A copy with a few layers makes such
-lengths affordable. It has the weights of the lively copy and the windows of the config.
+positions ends, a prompt is read in chunks. A copy with a few layers makes such lengths affordable. It has the
+weights of the lively copy and the windows of the config.
 
 Shapes: B rows, T tokens, D model, V vocabulary.
 """
@@ -22,9 +22,11 @@ from clearhead.errors import InputError
 from clearhead.inside.checks.reference_float64 import Reference
 from clearhead.inside.checks.reference_inputs import ReferenceRow
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, cache_forms, gap
+from clearhead.inside.long_text import scaled
+from clearhead.learn.batches.ragged import real_tokens
 from clearhead.run.generate import decode
-from clearhead.run.generate.decode import Prompts, turns_by_length
 from clearhead.run.generate.request import Request
+from clearhead.run.generate.sequence import Prompts
 from clearhead.run.kernels.prepare import prepared
 from clearhead.variants.caches import StreamCache, check_stream, sees_past
 from clearhead.variants.kinds import Blocks
@@ -41,14 +43,14 @@ STREAM, WINDOW, SINKS = 24, 9, 3  # tokens of a stream, and how many and which o
 def thresholds(config: ModelConfig) -> list[int]:
     """Return the lengths at which a model of this config does something else, in ascending order."""
     scaling = config.rope_scaling
-    found = {
+    lengths = {
         *(kind.nearby for spec in config.stacks for kind in spec.kinds),
         *(kind.full for spec in config.stacks for kind in spec.kinds if isinstance(kind, Blocks)),
         config.relative_max_distance if config.positions in LEARNED_BIASES else None,
         config.max_positions if config.bounded else None,
         None if scaling is None else scaling.original_positions or config.max_positions,
     }
-    return sorted(length for length in found if length is not None)
+    return sorted(length for length in lengths if length is not None)
 
 
 def reach(config: ModelConfig, *others: int, usual: int = USUAL) -> int:
@@ -83,13 +85,13 @@ def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
             "cached = formula (long)",
             f"the same through the fast copy and each form of cache: a prompt, then {NEW} tokens",
             lambda _: _generated(long().as_generated()),
-            fits=fits and inputs.caches and not turns_by_length(inputs.model),
+            fits=fits and inputs.caches and not inputs.model.config.rotates_by_length,
         ),
         row(
             "cached = formula (switch)",
             f"log-probabilities of {2 * NEW} new tokens across the length at which angles change",
             lambda _: _switched(long()),
-            fits=fits and inputs.caches and turns_by_length(inputs.model),
+            fits=fits and inputs.caches and inputs.model.config.rotates_by_length,
         ),
         row(
             "streamed = kept",
@@ -111,29 +113,29 @@ class LongInputs(Inputs):
 
     def own(self, number: int) -> dict[str, Tensor]:
         """Return what the model is called with for one row alone: each [1, T, ...]."""
-        names = [name for name in self.given if name != "source" or self.source_kind in ("tokens", "vectors")]
-        cut = {name: self.given[name][:, -self.sizes[number] :] for name in names}
-        return {name: x[number : number + 1] for name, x in {**self.given, **cut}.items()}
+        names = [
+            name for name in self.arguments if name != "source" or self.source_kind in ("tokens", "vectors")
+        ]
+        cut = {name: self.arguments[name][:, -self.sizes[number] :] for name in names}
+        return {name: x[number : number + 1] for name, x in {**self.arguments, **cut}.items()}
 
     def together(self) -> dict[str, Tensor]:
         """Return what the model is called with for all rows, with their masks."""
-        given = {**self.given, "mask": self._mask(self.length)}
+        arguments = {**self.arguments, "mask": self._mask(self.length)}
         if self.source_kind in ("tokens", "vectors"):
-            given["source_mask"] = self._mask(given["source"].shape[1])
-        return given
+            arguments["source_mask"] = self._mask(arguments["source"].shape[1])
+        return arguments
 
     def _mask(self, length: int) -> Tensor:
-        mask = torch.ones(self.rows, length, dtype=torch.bool, device=self.device)
-        for row, size in zip(mask, self.sizes):
-            row[:-size] = False
-        return mask
+        sizes = [min(size, length) for size in self.sizes[: self.rows]]
+        return real_tokens([range(size) for size in sizes], self.device, left=True)
 
     def as_generated(self) -> "LongInputs":
         """Return the same rows as generation reads them: without segments, so all of segment 0."""
-        if "types" not in self.given:
+        if "types" not in self.arguments:
             return self
         untyped = LongInputs(self.model, self.rows, self.length)
-        del untyped.given["types"]
+        del untyped.arguments["types"]
         return untyped
 
     @functools.cached_property
@@ -154,7 +156,7 @@ def _long(inputs: LongInputs) -> float:
     """
     alone = inputs.model(**inputs.own(0), logits="none").hidden[0]
     together = inputs.model(**inputs.together(), logits="none").hidden
-    rows = 1 if turns_by_length(inputs.model) else inputs.rows
+    rows = 1 if inputs.model.config.rotates_by_length else inputs.rows
     pairs = zip(together[:rows], inputs.expected)
     return max(
         gap(alone, inputs.expected[0][0]), *(gap(ours[-len(states) :], states) for ours, (states, _) in pairs)
@@ -163,12 +165,12 @@ def _long(inputs: LongInputs) -> float:
 
 def _far(model: Transformer, top: int) -> float:
     """Compare the states of tokens whose distances from the last one, at position `top`, double."""
-    places = sorted({top, *(max(top + 1 - (1 << power), 0) for power in range(top.bit_length() + 1))})
-    inputs = Inputs(model, 1, len(places))
-    positions = torch.tensor([places], device=inputs.device)
-    ours = model(**inputs.given, positions=positions, logits="none").hidden[0]
+    positions_read = sorted({top, *(max(top + 1 - (1 << power), 0) for power in range(top.bit_length() + 1))})
+    inputs = Inputs(model, 1, len(positions_read))
+    positions = torch.tensor([positions_read], device=inputs.device)
+    ours = model(**inputs.arguments, positions=positions, logits="none").hidden[0]
     plain = Reference(model.config, model.state_dict())
-    return gap(ours, plain.read(0, **inputs.given, positions=positions)[0])
+    return gap(ours, plain.read(0, **inputs.arguments, positions=positions)[0])
 
 
 def _tops(config: ModelConfig) -> list[int]:
@@ -191,12 +193,12 @@ def _generated(inputs: LongInputs) -> float:
 
 def _continued(fast: Transformer, inputs: LongInputs, cache: Cache, count: int) -> Tensor:
     """Return the logits [B, 1 + N, V] after `count` prompts, and after each new token."""
-    given = {name: x[:count] for name, x in inputs.together().items()}
+    arguments = {name: x[:count] for name, x in inputs.together().items()}
     rows = [inputs.own(number)["ids"][0] for number in range(count)]
     prompts = [row[:-NEW].tolist() for row in rows]
-    logits = [decode.prefill(fast, prompts, cache, given.get("source"), given.get("source_mask"))]
+    logits = [decode.prefill(fast, prompts, cache, arguments.get("source"), arguments.get("source_mask"))]
     for place in range(inputs.length - NEW, inputs.length):
-        new = given["ids"][:, place : place + 1]
+        new = arguments["ids"][:, place : place + 1]
         logits.append(fast(new, cache=cache, logits="last").logits[:, -1])
     return torch.stack(logits, dim=1)
 
@@ -211,16 +213,17 @@ def _switched(inputs: LongInputs) -> float:
     scaling = config.rope_scaling
     assert scaling is not None
     trained = min(scaling.original_positions or config.max_positions, USUAL)
-    near = config.replace(rope_scaling=dataclasses.replace(scaling, original_positions=trained))
-    with torch.device("meta"):
-        near_model = Transformer(near).eval()
-    near_model.load_state_dict(model.state_dict(), assign=True)
-    given = inputs.own(0)
-    ids, sources = given["ids"][0].tolist(), (given.get("source"), None)
+    near_model = scaled(model, dataclasses.replace(scaling, original_positions=trained))
+    arguments = inputs.own(0)
+    ids, sources = arguments["ids"][0].tolist(), (arguments.get("source"), None)
     prompts = Prompts([ids[: max(trained - NEW, 1)]], *sources)
     request = Request(max_new_tokens=2 * NEW, logprobs=True)
     (row,) = decode.decode(prepared(near_model), request, prompts)
-    plain, text, start = Reference(near, model.state_dict()), row.prompt + row.ids, len(row.prompt)
+    plain, text, start = (
+        Reference(near_model.config, model.state_dict()),
+        row.prompt + row.ids,
+        len(row.prompt),
+    )
     expected = []
     for end in range(start, len(text)):
         together = end if scaling.kind == "longrope" else start
@@ -253,12 +256,13 @@ def _streamed(lively: Transformer, config: ModelConfig) -> float:
         gaps.append(
             gap(
                 _continued(prepared(model), inputs, caches[0], 2),
-                torch.cat([logits[:, -NEW - 1 :] for logits in expected]),
+                torch.cat([last[:, -NEW - 1 :] for last in expected]),
             )
         )
         sizes = [WINDOW - 2, *[1] * 6, STREAM - WINDOW - 4]  # over the window one at a time, then at once
-        pieces = [model(piece, cache=caches[1]).logits for piece in torch.split(rows[0], sizes, dim=1)]
-        gaps.append(gap(torch.cat(pieces, dim=1), expected[0]))
+        chunks = torch.split(rows[0], sizes, dim=1)
+        logits = [model(chunk, cache=caches[1]).logits for chunk in chunks]
+        gaps.append(gap(torch.cat(logits, dim=1), expected[0]))
     return max(gaps)
 
 

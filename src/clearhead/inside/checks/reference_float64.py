@@ -38,23 +38,23 @@ def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
     distance, first = abs(q - k), getattr(kind, "sinks", 0)
     match kind:
         case Full():
-            found = True
+            chosen = True
         case Windowed() | GlobalKind():
-            found = distance < kind.size
+            chosen = distance < kind.size
         case Dilated():
-            found = distance in range(0, kind.size * kind.step, kind.step)
+            chosen = distance in range(0, kind.size * kind.step, kind.step)
         case Strided():
-            found = distance < kind.step or distance % kind.step == 0
+            chosen = distance < kind.step or distance % kind.step == 0
         case Blocks():
             mine, its = q // kind.size, k // kind.size
             blocks = mine + 1 if causal else math.ceil(length / kind.size)
             drawn = [_drawn(kind.seed, mine, number) % max(blocks, 1) for number in range(kind.random)]
             near = abs(mine - its) <= kind.window // 2 or its in drawn
             everywhere = _globals(kind, length)
-            found = near or length <= kind.full or q in everywhere or k in everywhere
+            chosen = near or length <= kind.full or q in everywhere or k in everywhere
         case _:
             raise TypeError(f"{kind} does not choose among keys")
-    return found or k < first
+    return chosen or k < first
 
 
 @functools.cache
@@ -109,18 +109,18 @@ def features(kind: LinearKind, x: Tensor, scale: float, count: int) -> Tensor:
 
 
 def weighed(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Return the mean of values by the products of features, over the keys that are seen: [T, V]."""
-    products = (q @ k.T) * seen
-    total = products.sum(1, keepdim=True)
-    return torch.where(total > 0, products @ v / total, 0.0)
+    """Return the mean of values weighted by dot products of features, over the keys that are seen: [T, V]."""
+    weights = (q @ k.T) * seen
+    total = weights.sum(1, keepdim=True)
+    return torch.where(total > 0, weights @ v / total, 0.0)
 
 
 def mixtures(
     inputs: ReferenceInputs, name: str, row: ReferenceRow, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Mix the real keys and values of a row by position: [S, E] -> [R, E] each."""
-    real, places = torch.tensor(row.real)[:, None], row.positions
-    by_key, by_value = (inputs.weight(f"{name}.{part}_mix")[places] * real for part in ("k", "v"))
+    real, positions = torch.tensor(row.real)[:, None], row.positions
+    by_key, by_value = (inputs.weight(f"{name}.{part}_mix")[positions] * real for part in ("k", "v"))
     return by_key.T @ k, by_value.T @ v
 
 
@@ -176,11 +176,11 @@ def by_distance(
     shared = head // (plan.n_heads // plan.n_kv_heads)
     met = []  # the vectors as queries and as keys of this head
     for kind, number in (("q", head), ("k", shared)):
-        found = inputs.linear(f"{name}.{kind}", vectors)
+        projected = inputs.linear(f"{name}.{kind}", vectors)
         if config.qk_norm == "full":
-            found = inputs.norm(f"{name}.{kind}_norm", found)
-        found = found[:, number * plan.d_head : (number + 1) * plan.d_head]
-        met.append(inputs.norm(f"{name}.{kind}_norm", found) if config.qk_norm == "head" else found)
+            projected = inputs.norm(f"{name}.{kind}_norm", projected)
+        projected = projected[:, number * plan.d_head : (number + 1) * plan.d_head]
+        met.append(inputs.norm(f"{name}.{kind}_norm", projected) if config.qk_norm == "head" else projected)
     added = torch.zeros(len(q), len(k), dtype=torch.float64)
     for i, here in enumerate(row.positions):
         which = [signed_row(here - there, config) for there in row.positions]
@@ -202,22 +202,19 @@ def reference_logits(
     weights: Mapping[str, Tensor],
     ids: Tensor,
     mask: Tensor | None = None,
-    source: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    positions: Tensor | None = None,
-    types: Tensor | None = None,
-    global_mask: Tensor | None = None,
+    *,
     loudness: float = 1.0,
     learns: bool = False,
+    **arguments: Tensor,
 ) -> Tensor:
-    """Return what `model(ids, ...).logits` must be, in float64 on the CPU, from the same arguments.
+    """Return what `model(ids, mask, ...).logits` must be, in float64 on the CPU, from the same arguments.
 
     `weights` is its state dict. `loudness` multiplies what each stack embeds, as an edit of the tap
     `embedding` does. `learns`: as in training, without dropout.
     """
     plain = Reference(config, weights, loudness, learns)
-    given = (ids, mask, source, source_mask, positions, types, None, global_mask)
-    return torch.stack([plain.head(*plain.read(number, *given)) for number in range(ids.shape[0])])
+    rows = (plain.read(number, ids, mask, **arguments) for number in range(ids.shape[0]))
+    return torch.stack([plain.head(*row) for row in rows])
 
 
 Memory = tuple[Tensor, ReferenceRow] | None  # the encoder's states [S, D], and the row that it has read
@@ -233,17 +230,14 @@ class Reference(ReferenceInputs):
         mask: Tensor | None = None,
         source: Tensor | None = None,
         source_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        types: Tensor | None = None,
-        lengths: Tensor | None = None,
-        global_mask: Tensor | None = None,
+        **details: Tensor,
     ) -> tuple[Tensor, ReferenceRow]:
-        """Return the last states [T, D] of one row of a batch, and the row."""
+        """Return the last states [T, D] of one row of a batch, and the row; `details` are those of `row`."""
         memory = None
         if source is not None:
             heard = self.row(number, self.config.stacks[0], source, source_mask)
             memory = self.stack(heard), heard
-        row = self.row(number, self.config.main, ids, mask, positions, types, lengths, global_mask)
+        row = self.row(number, self.config.main, ids, mask, **details)
         return self.stack(row, memory), row
 
     # Blocks -------------------------------------------------------------------------------------------------

@@ -40,9 +40,9 @@ class ReferenceRow:
 
     def part(self, chosen: list[int]) -> "ReferenceRow":
         """Return the row of some of its tokens, each where it was."""
-        real, places = [self.real[t] for t in chosen], [self.positions[t] for t in chosen]
+        real, positions = [self.real[t] for t in chosen], [self.positions[t] for t in chosen]
         order, lengths = [self.order[t] for t in chosen], [self.lengths[t] for t in chosen]
-        return replace(self, real=real, positions=places, order=order, lengths=lengths)
+        return replace(self, real=real, positions=positions, order=order, lengths=lengths)
 
     @cached_property
     def length(self) -> int:
@@ -105,9 +105,9 @@ class ReferenceInputs:
         tokens = heard[:, :: config.conv_stride] if plan.input == "frames" else heard
         real = tokens[number].bool().tolist()
         order = [max(sum(real[: t + 1]) - 1, 0) for t in range(len(real))]
-        places, longest = order, int(tokens.sum(1).max())
+        own, longest = order, int(tokens.sum(1).max())
         if positions is not None:
-            places, longest = positions.expand(B, -1)[number].tolist(), int(positions.max()) + 1
+            own, longest = positions.expand(B, -1)[number].tolist(), int(positions.max()) + 1
         return ReferenceRow(
             stack="decoder" if plan.causal else "encoder",
             plan=plan,
@@ -115,10 +115,10 @@ class ReferenceInputs:
             types=torch.zeros(time, dtype=torch.long) if types is None else types[number].cpu(),
             heard=heard[number],
             real=real,
-            positions=places,
+            positions=own,
             order=order,
             marked=None if global_mask is None else global_mask[number].tolist(),
-            lengths=[longest] * len(places) if lengths is None else lengths.tolist(),
+            lengths=[longest] * len(own) if lengths is None else lengths.tolist(),
         )
 
     def table(self, stack: str) -> str:
@@ -148,12 +148,12 @@ class ReferenceInputs:
             e = self.linear(f"{front}.project", vectors.double())
             if config.class_token:
                 e = torch.cat([self.weight(f"{front}.class_token")[None], e])
-        places = [position + config.position_offset for position in row.positions]
+        positions = [position + config.position_offset for position in row.positions]
         if config.positions in TABLES:
             own = "" if config.positions == "learned" else ".places"
-            e = e + self.weight(f"{stack}.positions{own}.table.weight")[places]
+            e = e + self.weight(f"{stack}.positions{own}.table.weight")[positions]
         elif config.positions == "sinusoidal":
-            e = e + torch.tensor([_sinusoid(place, plan) for place in places], dtype=torch.float64)
+            e = e + torch.tensor([_sinusoid(position, plan) for position in positions], dtype=torch.float64)
         if config.embedding_norm:
             e = self.norm(f"{stack}.embedding.norm", e)
         if plan.embedding_projection:
@@ -176,22 +176,22 @@ class ReferenceInputs:
     def rotated(self, x: Tensor, row: ReferenceRow, window: int | None) -> Tensor:
         """Rotate one head's queries or keys [T, E] by pairs, by an angle that grows with the position."""
         R, half = int(x.shape[1] * self.config.rope_fraction), self.config.rope_layout == "half"
-        turns = {length: _speeds(R, length, self.config, window) for length in set(row.lengths)}
+        speeds = {length: _speeds(R, length, self.config, window) for length in set(row.lengths)}
         first = torch.arange(R // 2) if half else torch.arange(0, R, 2)
         second = first + (R // 2 if half else 1)
         angles = torch.tensor(
             [
-                [place * speed for speed in turns[length][0]]
+                [place * speed for speed in speeds[length][0]]
                 for place, length in zip(row.positions, row.lengths)
             ],
             dtype=torch.float64,
         )
-        factor = torch.tensor([[turns[length][1]] for length in row.lengths], dtype=torch.float64)  # T 1
+        factor = torch.tensor([[speeds[length][1]] for length in row.lengths], dtype=torch.float64)  # T 1
         cos, sin = angles.cos() * factor, angles.sin() * factor  # T R/2
-        turned = x.clone()
-        turned[:, first] = x[:, first] * cos - x[:, second] * sin
-        turned[:, second] = x[:, first] * sin + x[:, second] * cos
-        return turned
+        rotated = x.clone()
+        rotated[:, first] = x[:, first] * cos - x[:, second] * sin
+        rotated[:, second] = x[:, first] * sin + x[:, second] * cos
+        return rotated
 
 
 # Positions, one number at a time ----------------------------------------------------------------------------
@@ -261,10 +261,10 @@ def _mixed(plain: list[float], kept: list[float], factor: float) -> list[float]:
 
 
 def _yarn(R: int, base: float, trained: int, scaling: RopeScaling) -> list[float]:
-    """Keep pairs that turn more than beta_fast times over the trained length; slow those below beta_slow."""
+    """Keep pairs that rotate over beta_fast times in the trained length; slow those below beta_slow."""
     first, last = (
-        R * math.log(trained / (2 * math.pi * turns)) / (2 * math.log(base))
-        for turns in (scaling.beta_fast, scaling.beta_slow)
+        R * math.log(trained / (2 * math.pi * rotations)) / (2 * math.log(base))
+        for rotations in (scaling.beta_fast, scaling.beta_slow)
     )
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)

@@ -22,9 +22,8 @@ from torch import Tensor
 from clearhead.core.cache import Cache
 from clearhead.core.config import ModelConfig
 from clearhead.core.dtypes import precise
-from clearhead.core.taps import record
-from clearhead.core.transformer import Output, Transformer, attending
-from clearhead.inside.ablation import ablating
+from clearhead.core.transformer import Output, Transformer
+from clearhead.inside.interventions import ablating
 from clearhead.inside.lens import stopped_at
 from clearhead.inside.names import AttentionHead, attentions, states
 from clearhead.inside.pruning import prune, units
@@ -46,13 +45,14 @@ from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.layers import quantized_parts
 from clearhead.variants.caches import WindowCache
+from clearhead.variants.contexts import attending, record
 from clearhead.variants.kinds import GlobalKind
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-LARGE = 500_000_000  # parameters above which rows that copy the whole model are left out, unless asked for
+LARGE = 500_000_000  # parameters above which rows that copy the whole model are left out, unless `large`
 PADDING = 3
 SLOW = 50_000_000  # parameters
-# relu(x) + 0.001: where a query is at the floor, its answer turns a thousand times as far as the query, and
+# relu(x) + 0.001: where a query is at the floor, its answer changes a thousand times as much, and
 # rounding of 3e-7 becomes 3e-4. Half precision, which has more to round, is left at what it has.
 FLOORED, FLOORED_MOST = 30, 5e-2
 
@@ -129,19 +129,19 @@ class Inputs:
 
         # What the model is called with; the others are for padding, and for another future.
         self.main, self.other = (draw(plan.input, plan.vocab_size, self.length) for _ in range(2))
-        self.given = {"ids": self.main}
+        self.arguments = {"ids": self.main}
         if plan.n_types:
-            self.given["types"] = draw("tokens", plan.n_types, self.length)
+            self.arguments["types"] = draw("tokens", plan.n_types, self.length)
         marking = {kind.tokens for kind in plan.kinds if isinstance(kind, GlobalKind)}
         if marking & {"given", "question"}:  # random ids have no question
-            self.given["global_mask"] = draw("tokens", 4, self.length) == 0
+            self.arguments["global_mask"] = draw("tokens", 4, self.length) == 0
         self.source_kind = ""
         if model.encoder is not None and model.decoder is not None:
             front, length = model.encoder.spec, max(self.length - 2, 1)
             while front.bounded and front.input != "patches" and front.n_tokens(length) > front.max_positions:
                 length //= 2
             self.source_kind = front.input
-            self.given["source"] = draw(front.input, front.vocab_size, length)
+            self.arguments["source"] = draw(front.input, front.vocab_size, length)
             self.other_source = draw(front.input, front.vocab_size, length)
 
     def of(self, model: Transformer, fewer: int = 0) -> "Inputs":
@@ -171,13 +171,13 @@ class Inputs:
             allowed = max(allowed, min(FLOORED * allowed, FLOORED_MOST))
         return Comparison(name, compared, partial(run, self, *arguments), allowed, copies, fits)
 
-    def piece(self, start: int, stop: int) -> dict[str, Tensor]:
+    def chunk(self, start: int, stop: int) -> dict[str, Tensor]:
         """Return what the model is called with for some tokens, when a cache holds the earlier ones."""
-        return {name: x if name == "source" else x[:, start:stop] for name, x in self.given.items()}
+        return {name: x if name == "source" else x[:, start:stop] for name, x in self.arguments.items()}
 
     def run(self, model: Callable[..., Any] | None = None, **changes: Any) -> Tensor:
         """Run the model, or another form of it, and return its logits."""
-        output: Output = (model or self.model)(**{**self.given, **changes})
+        output: Output = (model or self.model)(**{**self.arguments, **changes})
         return output.required_logits
 
     def padded(self, side: str) -> tuple[dict[str, Tensor], Tensor]:
@@ -185,13 +185,15 @@ class Inputs:
 
         Padding of random content stands left, right or in between ("gaps"), in the source too.
         """
-        given = dict(self.given)
-        given["ids"], given["mask"], slots = _with_padding(self.main, self.other, side)
-        for name in {"types", "global_mask"} & given.keys():
-            given[name], _, _ = _with_padding(given[name], given[name].flip(1), side)
+        arguments = dict(self.arguments)
+        arguments["ids"], arguments["mask"], slots = _with_padding(self.main, self.other, side)
+        for name in {"types", "global_mask"} & arguments.keys():
+            arguments[name], _, _ = _with_padding(arguments[name], arguments[name].flip(1), side)
         if self.source_kind in ("tokens", "vectors"):
-            given["source"], given["source_mask"], _ = _with_padding(given["source"], self.other_source, side)
-        return given, slots
+            arguments["source"], arguments["source_mask"], _ = _with_padding(
+                arguments["source"], self.other_source, side
+            )
+        return arguments, slots
 
 
 def _with_padding(x: Tensor, other: Tensor, side: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -291,20 +293,22 @@ def _fused(inputs: Inputs) -> float:
 
 def _batched(inputs: Inputs) -> float:
     together = inputs.run()
-    alone = [{name: x[row : row + 1] for name, x in inputs.given.items()} for row in range(inputs.rows)]
-    return max(gap(together[row : row + 1], inputs.model(**given).logits) for row, given in enumerate(alone))
+    alone = [{name: x[row : row + 1] for name, x in inputs.arguments.items()} for row in range(inputs.rows)]
+    return max(
+        gap(together[row : row + 1], inputs.model(**arguments).logits) for row, arguments in enumerate(alone)
+    )
 
 
 def _padded(inputs: Inputs, side: str) -> float:
-    given, slots = inputs.padded(side)
-    out = inputs.model(**given).logits
+    arguments, slots = inputs.padded(side)
+    out = inputs.model(**arguments).logits
     return gap(out[:, slots] if out.ndim == 3 else out, inputs.run())
 
 
 def _past(inputs: Inputs) -> float:
     cut = inputs.length // 2
     changed = torch.cat([inputs.main[:, :cut], inputs.other[:, cut:]], dim=1)
-    whole, other = (inputs.model(**{**inputs.given, "ids": ids}).hidden for ids in (inputs.main, changed))
+    whole, other = (inputs.model(**{**inputs.arguments, "ids": ids}).hidden for ids in (inputs.main, changed))
     return gap(other[:, :cut], whole[:, :cut])
 
 
@@ -312,11 +316,11 @@ def _past(inputs: Inputs) -> float:
 
 
 def through(inputs: Inputs, cache: Cache, sizes: list[int]) -> torch.Tensor:
-    """Return the logits [B, T, V] of the inputs fed through a cache in pieces of these sizes, in turn."""
+    """Return the logits [B, T, V] of the inputs through a cache in chunks of these sizes, repeated."""
     ends = itertools.accumulate(itertools.cycle(sizes))
     stops = itertools.takewhile(lambda stop: stop < inputs.length, ends)
-    pieces = [inputs.piece(*limits) for limits in itertools.pairwise([0, *stops, inputs.length])]
-    return torch.cat([inputs.model(**piece, cache=cache).logits for piece in pieces], dim=1)
+    chunks = [inputs.chunk(*limits) for limits in itertools.pairwise([0, *stops, inputs.length])]
+    return torch.cat([inputs.model(**chunk, cache=cache).logits for chunk in chunks], dim=1)
 
 
 def _cached(inputs: Inputs, form: CacheForm, sizes: list[int]) -> float:
@@ -327,9 +331,9 @@ def _reordered(inputs: Inputs, form: CacheForm) -> float:
     cut = inputs.length // 2
     rows = torch.tensor([inputs.rows - 1, *range(inputs.rows - 1)], device=inputs.device)
     cache = form()
-    inputs.model(**inputs.piece(0, cut), cache=cache)
+    inputs.model(**inputs.chunk(0, cut), cache=cache)
     cache.reorder(rows)
-    rest = {name: value[rows] for name, value in inputs.piece(cut, inputs.length).items()}
+    rest = {name: value[rows] for name, value in inputs.chunk(cut, inputs.length).items()}
     return gap(inputs.model(**rest, cache=cache).logits, inputs.run()[rows, cut:])
 
 
@@ -337,7 +341,7 @@ def _cropped(inputs: Inputs) -> float:
     cache, cut = Cache(), inputs.length // 2
     inputs.run(cache=cache)
     cache.crop(cut)
-    return gap(inputs.model(**inputs.piece(cut, inputs.length), cache=cache).logits, inputs.run()[:, cut:])
+    return gap(inputs.model(**inputs.chunk(cut, inputs.length), cache=cache).logits, inputs.run()[:, cut:])
 
 
 # Copies ----------------------------------------------------------------------------------------------------
@@ -515,8 +519,8 @@ def some_batch(model: Transformer, seed: int) -> Batch:
     else:
         kinds = config.vocab_size if config.head in ("lm", "mlm") else config.n_classes
         targets = draw(kinds, rows, length).masked_fill(~mask, IGNORE)
-    given = {name: x for name, x in inputs.given.items() if name != "global_mask"}  # a batch has none
-    return Batch(targets=targets, mask=mask, **given)
+    arguments = {name: x for name, x in inputs.arguments.items() if name != "global_mask"}  # a batch has none
+    return Batch(targets=targets, mask=mask, **arguments)
 
 
 def part_of(batch: Batch, rows: slice) -> Batch:

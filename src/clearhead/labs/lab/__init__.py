@@ -29,6 +29,6 @@ EXPERIMENTS = {
     "tying": Listed("architecture:TYING", "one table for reading and writing"),
     "smoothing": Listed("architecture:SMOOTHING", "what label smoothing does to confidence"),
     "experts": Listed("architecture:EXPERTS", "whether experts share the work by themselves"),
-    "scaling": Listed("extrapolation:SCALING", "a ladder of small models that predicts a larger one"),
+    "scaling": Listed("scaling:SCALING", "a ladder of small models that predicts a larger one"),
     "distillation": Listed("tasks:DISTILLATION", "a small model that learns from a larger one"),
 }

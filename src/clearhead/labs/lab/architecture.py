@@ -1,6 +1,5 @@
 """Experiments on the model: norms, scores, residuals; size, depth, heads, tying, smoothing, experts."""
 
-import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -13,19 +12,15 @@ import clearhead as ch
 from clearhead.core.stack import Residual
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Transformer
-from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
+from clearhead.labs.lab.experiment import LOSS, LOSS_CURVE, Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.labs.lab.learning import (
     USUAL,
     Training,
-    device_of,
-    held_out_loss,
-    language_model,
     logits_of,
-    loss_curve,
     next_loss,
-    text,
-    train_model,
+    small_model,
     train_on_text,
+    unseen_rows,
 )
 from clearhead.learn.losses import balance_loss
 from clearhead.run.kernels.parts import like
@@ -40,9 +35,8 @@ SHORT = Training(steps=200, batch=16, length=48, lr=3e-3)
 def run_norms(arm: tuple[str, int, int], setting: Conditions) -> Numbers:
     """Train a stack of a depth with its norms before or after each sublayer, and with a warm-up or none."""
     place, depth, warmup = arm
-    config = language_model(norm_position=place, n_layers=depth, d_model=48, max_positions=SHORT.length)
-    plan = Training(**{**vars(SHORT), "warmup": warmup})
-    return train_model(config, plan, setting)[1]
+    config = small_model(norm_position=place, n_layers=depth, d_model=48, max_positions=SHORT.length)
+    return train_on_text(Transformer(config), replace(SHORT, warmup=warmup), setting)
 
 
 _PLACES = {
@@ -56,31 +50,19 @@ NORMS = Experiment(
     question="Does post-norm need a warm-up, and pre-norm none?",
     arms=_PLACES,
     run=run_norms,
-    claims=(
-        Claim(
-            "A deep stack with post-norm does not train without warm-up as pre-norm does.",
-            "loss",
-            f"pre-norm, {DEEP} layers, no warm-up",
-            f"post-norm, {DEEP} layers, no warm-up",
-            0.1,
+    claims={
+        "A deep stack with post-norm does not train without warm-up as pre-norm does.": Claim(
+            "loss", f"pre-norm, {DEEP} layers, no warm-up", f"post-norm, {DEEP} layers, no warm-up", 0.1
         ),
-        Claim(
-            "Warm-up helps a deep post-norm stack.",
-            "loss",
-            f"post-norm, {DEEP} layers, warm-up",
-            f"post-norm, {DEEP} layers, no warm-up",
-            0.02,
+        "Warm-up helps a deep post-norm stack.": Claim(
+            "loss", f"post-norm, {DEEP} layers, warm-up", f"post-norm, {DEEP} layers, no warm-up", 0.02
         ),
-        Claim(
-            "Depth is what hurts: with 2 layers post-norm trains without warm-up.",
-            "loss",
-            "post-norm, 2 layers, no warm-up",
-            f"post-norm, {DEEP} layers, no warm-up",
-            0.1,
+        "Depth is what hurts: with 2 layers post-norm trains without warm-up.": Claim(
+            "loss", "post-norm, 2 layers, no warm-up", f"post-norm, {DEEP} layers, no warm-up", 0.1
         ),
-    ),
-    figures={"loss": "nats a character on unseen text", "diverged": "1: the loss was not finite"},
-    pictures=(Picture("loss", "Loss while training", "step", "nats a character", curve="curve"),),
+    },
+    figures={**LOSS, "diverged": "1: the loss was not finite"},
+    pictures=(LOSS_CURVE,),
     seconds=25,
     setup={"model": "width 48, 4 heads", **vars(SHORT)},
 )
@@ -90,16 +72,15 @@ NORMS = Experiment(
 
 def run_scale(scale: float | None, setting: Conditions) -> Numbers:
     """Train one wide head whose scores are divided by the root of its width, or not."""
-    config = language_model(
+    config = small_model(
         n_heads=1, d_model=128, attention_scale=scale, init="xavier", max_positions=SHORT.length
     )
-    rows = text().windows(torch.Generator().manual_seed(1), 8, SHORT.length, held_out=True)
-    torch.manual_seed(setting.seed)
-    before = sharpness(Transformer(config).to(setting.device), rows.to(setting.device))
-    torch.manual_seed(setting.seed)
-    model, found = train_model(config, SHORT, setting)
-    after = sharpness(model, rows.to(setting.device))
-    return {**found, "sharpness": before["sharpness"], "sharpness at the end": after["sharpness"],
+    rows = unseen_rows(8, SHORT.length, setting.device)
+    model = Transformer(config).to(setting.device)
+    before = sharpness(model, rows)
+    numbers = train_on_text(model, SHORT, setting)
+    after = sharpness(model, rows)
+    return {**numbers, "sharpness": before["sharpness"], "sharpness at the end": after["sharpness"],
             "gradient": before["gradient"]}  # fmt: skip
 
 
@@ -109,8 +90,8 @@ def sharpness(model: Transformer, rows: Tensor) -> dict[str, float]:
         loss = next_loss(model, rows)
         loss.backward()  # type: ignore[no-untyped-call]
     largest = [pattern[..., SHORT.length // 2 :, :].amax(-1).mean() for pattern in seen.values()]
-    weights = [part for name, part in model.named_parameters() if name.endswith(("q.weight", "k.weight"))]
-    squares = [one.grad.square().sum() for one in weights if one.grad is not None]
+    weights = [weight for name, weight in model.named_parameters() if name.endswith(("q.weight", "k.weight"))]
+    squares = [weight.grad.square().sum() for weight in weights if weight.grad is not None]
     model.zero_grad(set_to_none=True)
     return {
         "sharpness": float(torch.stack(largest).mean()),
@@ -123,24 +104,20 @@ SCALE = Experiment(
     question="What happens to the softmax, and to learning, without the division?",
     arms={"divided": None, "not divided": 1.0},
     run=run_scale,
-    claims=(
-        Claim(
-            "Without the scale the softmax is saturated from the start.",
-            "sharpness",
-            "divided",
-            "not divided",
-            0.1,
+    claims={
+        "Without the scale the softmax is saturated from the start.": Claim(
+            "sharpness", "divided", "not divided", 0.1
         ),
-        Claim("Without the scale the model learns worse.", "loss", "divided", "not divided", 0.0),
-    ),
+        "Without the scale the model learns worse.": Claim("loss", "divided", "not divided", 0.0),
+    },
     figures={
-        "loss": "nats a character on unseen text",
+        **LOSS,
         "sharpness": "largest weight of a query before training, mean; 1: one key has it all",
         "sharpness at the end": "the same after training",
         "gradient": "norm of the gradient of queries and keys before training",
     },
     pictures=(
-        Picture("loss", "Loss while training", "step", "nats a character", curve="curve"),
+        LOSS_CURVE,
         Picture("sharpness", "Largest weight of a query, before training", "", "weight", figure="sharpness"),
     ),
     seconds=15,
@@ -171,16 +148,16 @@ def stripped(model: Transformer, residuals: bool, norms: bool) -> Transformer:
 
 def run_residuals(arm: tuple[bool, bool], setting: Conditions) -> Numbers:
     """Train a deep stack with or without residuals and norms; measure gradients and the loss around."""
-    model = stripped(Transformer(language_model(n_layers=8, d_model=48, max_positions=SHORT.length)), *arm)
+    model = stripped(Transformer(small_model(n_layers=8, d_model=48, max_positions=SHORT.length)), *arm)
     model.to(setting.device)
-    rows = text().windows(torch.Generator().manual_seed(1), 8, SHORT.length, held_out=True)
+    rows = unseen_rows(8, SHORT.length, setting.device)
     next_loss(model, rows).backward()  # type: ignore[no-untyped-call]
     slopes = [[number, _norm(block)] for number, block in enumerate(model.main.blocks)]
     model.zero_grad(set_to_none=True)
-    found = train_on_text(model, SHORT, setting)
+    numbers = train_on_text(model, SHORT, setting)
     first, last = slopes[0][1], slopes[-1][1]
     return {
-        **found,
+        **numbers,
         "gradient": math.log10(max(first, 1e-30) / max(last, 1e-30)),
         "gradients": slopes,
         "surface": surface(model, rows, setting.seed),
@@ -188,25 +165,25 @@ def run_residuals(arm: tuple[bool, bool], setting: Conditions) -> Numbers:
 
 
 def _norm(part: nn.Module) -> float:
-    squares = [float(one.grad.square().sum()) for one in part.parameters() if one.grad is not None]
-    return math.sqrt(sum(squares))
+    gradients = [weight.grad for weight in part.parameters() if weight.grad is not None]
+    return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
 
 
 @torch.no_grad()
 def surface(model: nn.Module, rows: Tensor, seed: int) -> list[list[float]]:
     """Return the loss along a line through the weights; each matrix moves by a share of its own size."""
     generator = torch.Generator().manual_seed(seed)
-    there = [one.detach().clone() for one in model.parameters()]
-    ways = [torch.randn(one.shape, generator=generator).to(one.device) for one in there]
-    ways = [way * one.norm() / way.norm().clamp(min=1e-12) for way, one in zip(ways, there)]
+    weights = [weight.detach().clone() for weight in model.parameters()]
+    ways = [torch.randn(weight.shape, generator=generator).to(weight.device) for weight in weights]
+    ways = [way * weight.norm() / way.norm().clamp(min=1e-12) for way, weight in zip(ways, weights)]
     points: list[list[float]] = []
     for share in (-0.6, -0.4, -0.2, -0.1, 0.0, 0.1, 0.2, 0.4, 0.6):
-        for one, home, way in zip(model.parameters(), there, ways):
-            one.copy_(home + share * way)
+        for moved, weight, way in zip(model.parameters(), weights, ways):
+            moved.copy_(weight + share * way)
         loss = float(next_loss(model, rows))
         points.append([share, loss if math.isfinite(loss) else 1e9])
-    for one, home in zip(model.parameters(), there):
-        one.copy_(home)
+    for moved, weight in zip(model.parameters(), weights):
+        moved.copy_(weight)
     return points
 
 
@@ -221,22 +198,18 @@ RESIDUALS = Experiment(
     question="What do residual connections and norms do for a stack of 8 layers?",
     arms=_PARTS,
     run=run_residuals,
-    claims=(
-        Claim(
-            "A deep stack without residuals does not learn.",
-            "loss",
-            "residuals and norms",
-            "no residuals",
-            0.3,
+    claims={
+        "A deep stack without residuals does not learn.": Claim(
+            "loss", "residuals and norms", "no residuals", 0.3
         ),
-        Claim("Norms help a stack that has residuals.", "loss", "residuals and norms", "no norms", 0.0),
-    ),
+        "Norms help a stack that has residuals.": Claim("loss", "residuals and norms", "no norms", 0.0),
+    },
     figures={
-        "loss": "nats a character on unseen text",
+        **LOSS,
         "gradient": "decimal logarithm of the first gradient over the last by layer, before training",
     },
     pictures=(
-        Picture("loss", "Loss while training", "step", "nats a character", curve="curve"),
+        LOSS_CURVE,
         Picture("gradients", "Gradient at first", "layer", "norm", curve="gradients", logarithmic=True),
         Picture("surface", "Loss around the weights", "along a line", "nats a character", curve="surface"),
     ),
@@ -248,15 +221,11 @@ RESIDUALS = Experiment(
 # Width, depth, heads and tying at equal cost --------------------------------------------------------------
 
 
-LOSS = {"loss": "nats a character on unseen text"}
-CURVE = Picture("loss", "Loss while training", "step", "nats a character", curve="curve")
-
-
 def run_shape(fields: dict[str, Any], setting: Conditions) -> Numbers:
     """Train a model with these fields."""
-    config = language_model(**fields)
-    found = train_model(config, USUAL, setting)[1]
-    return {**found, "flops": cost(config, USUAL.length).flops.training_per_token}
+    config = small_model(**fields)
+    numbers = train_on_text(Transformer(config), USUAL, setting)
+    return {**numbers, "flops": cost(config, USUAL.length).flops.training_per_token}
 
 
 # 12 L D^2 weights in the blocks: 1 x 128, 2 x 90, 4 x 64, 8 x 45, rounded to whole heads.
@@ -272,18 +241,15 @@ SHAPES = Experiment(
         "4 layers, 16 heads": {"n_layers": 4, "d_model": 64, "n_heads": 16},
     },
     run=run_shape,
-    claims=(
-        Claim(
-            "Some depth pays: four layers beat one of the same size.",
-            "loss",
-            "4 layers of 64",
-            "1 layer of 128",
+    claims={
+        "Some depth pays: four layers beat one of the same size.": Claim(
+            "loss", "4 layers of 64", "1 layer of 128"
         ),
-        Claim("Several heads beat one.", "loss", "4 layers of 64", "4 layers, 1 head"),
-        Claim("Heads can be too narrow.", "loss", "4 layers of 64", "4 layers, 16 heads"),
-    ),
+        "Several heads beat one.": Claim("loss", "4 layers of 64", "4 layers, 1 head"),
+        "Heads can be too narrow.": Claim("loss", "4 layers of 64", "4 layers, 16 heads"),
+    },
     figures={**LOSS, "parameters": "weights", "flops": "floating-point operations a token, in training"},
-    pictures=(CURVE, Picture("final", "Loss by shape", "", "nats a character", figure="loss")),
+    pictures=(LOSS_CURVE, Picture("final", "Loss by shape", "", "nats a character", figure="loss")),
     seconds=30,
     setup=vars(USUAL),
 )
@@ -293,10 +259,12 @@ TYING = Experiment(
     question="What does tying the output layer to the token table cost, and what does it save?",
     arms={"tied": {"tie_embeddings": True}, "untied": {"tie_embeddings": False}},
     run=run_shape,
-    claims=(Claim("Tying saves weights.", "parameters", "tied", "untied", 1.0),
-            Claim("Tying learns no worse.", "loss", "tied", "untied", -0.02)),
+    claims={
+        "Tying saves weights.": Claim("parameters", "tied", "untied", 1.0),
+        "Tying learns no worse.": Claim("loss", "tied", "untied", -0.02),
+    },
     figures={**LOSS, "parameters": "weights"},
-    pictures=(CURVE,),
+    pictures=(LOSS_CURVE,),
     seconds=20,
     setup=vars(USUAL),
 )  # fmt: skip
@@ -306,10 +274,10 @@ TYING = Experiment(
 
 def run_budget(width: int, setting: Conditions) -> Numbers:
     """Train a model of a width for as many steps as the FLOPs of the usual width and steps allow."""
-    work = [cost(language_model(d_model=one), USUAL.length).flops.training_per_token for one in (64, width)]
+    work = [cost(small_model(d_model=size), USUAL.length).flops.training_per_token for size in (64, width)]
     plan = replace(USUAL, steps=round(USUAL.steps * work[0] / work[1]))
-    found = train_model(language_model(d_model=width), plan, setting)[1]
-    return {**found, "steps": setting.steps(plan.steps)}
+    numbers = train_on_text(Transformer(small_model(d_model=width)), plan, setting)
+    return {**numbers, "steps": setting.steps(plan.steps)}
 
 
 BUDGET = Experiment(
@@ -317,12 +285,12 @@ BUDGET = Experiment(
     question="For the same work of training: a small model with many steps, or a large one with few?",
     arms={f"width {width}": width for width in (16, 32, 64, 128)},
     run=run_budget,
-    claims=(
-        Claim("A model can be too large for its budget.", "loss", "width 32", "width 128"),
-        Claim("A model can be too small for its budget.", "loss", "width 32", "width 16"),
-    ),
+    claims={
+        "A model can be too large for its budget.": Claim("loss", "width 32", "width 128"),
+        "A model can be too small for its budget.": Claim("loss", "width 32", "width 16"),
+    },
     figures={**LOSS, "parameters": "weights", "steps": "steps that the same FLOPs allow"},
-    pictures=(CURVE, Picture("final", "Loss by width", "", "nats a character", figure="loss")),
+    pictures=(LOSS_CURVE, Picture("final", "Loss by width", "", "nats a character", figure="loss")),
     seconds=20,
     setup=vars(USUAL),
 )
@@ -332,26 +300,18 @@ BUDGET = Experiment(
 
 def run_smoothing(share: float, setting: Conditions) -> Numbers:
     """Train with a share of each target spread over all characters; measure loss and calibration."""
-    model, corpus = Transformer(language_model()), text()
+    model = Transformer(small_model())
 
     def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-        rows = rows.to(device_of(model))
         logits = logits_of(model, rows[:, :-1]).flatten(0, 1)
         return nnf.cross_entropy(logits, rows[:, 1:].flatten(), label_smoothing=share)
 
-    draw = functools.partial(corpus.windows, batch=USUAL.batch, length=USUAL.length)
-    curve = loss_curve(model, draw, loss_of, USUAL, setting)
-    rows = corpus.windows(torch.Generator().manual_seed(1), 64, USUAL.length, held_out=True)
-    rows = rows.to(setting.device)
+    numbers = train_on_text(model, USUAL, setting, loss_of)
+    rows = unseen_rows(64, USUAL.length, setting.device)
     with torch.no_grad():
         best = logits_of(model.eval(), rows[:, :-1]).softmax(-1).max(-1)
     sure, right = best.values.mean(), (best.indices == rows[:, 1:]).float().mean()
-    return {
-        "loss": held_out_loss(model, USUAL),
-        "accuracy": float(right),
-        "overconfidence": float(sure - right),
-        "curve": curve,
-    }
+    return {**numbers, "accuracy": float(right), "overconfidence": float(sure - right)}
 
 
 SMOOTHING = Experiment(
@@ -359,10 +319,10 @@ SMOOTHING = Experiment(
     question="What does label smoothing do to loss, accuracy and confidence?",
     arms={"none": 0.0, "0.1": 0.1},
     run=run_smoothing,
-    claims=(
-        Claim("Smoothing raises the loss of the true next character.", "loss", "none", "0.1", 0.0),
-        Claim("Smoothing lowers confidence.", "overconfidence", "0.1", "none", 0.0),
-    ),
+    claims={
+        "Smoothing raises the loss of the true next character.": Claim("loss", "none", "0.1", 0.0),
+        "Smoothing lowers confidence.": Claim("overconfidence", "0.1", "none", 0.0),
+    },
     figures={
         **LOSS,
         "accuracy": "share of characters named",
@@ -378,25 +338,20 @@ SMOOTHING = Experiment(
 
 def run_experts(weight: float, setting: Conditions) -> Numbers:
     """Train a mixture with a loss that spreads tokens evenly over the experts, of a weight."""
-    model, corpus = Transformer(language_model(n_experts=8, n_active_experts=1, d_ff=64)), text()
+    model = Transformer(small_model(n_experts=8, n_active_experts=1, d_ff=64))
 
     def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
         return next_loss(model, rows) + weight * balance_loss(model)
 
-    draw = functools.partial(corpus.windows, batch=USUAL.batch, length=USUAL.length)
-    curve = loss_curve(model, draw, loss_of, USUAL, setting)
-    rows = corpus.windows(torch.Generator().manual_seed(1), 32, USUAL.length, held_out=True)
+    numbers = train_on_text(model, USUAL, setting, loss_of)
+    rows = unseen_rows(32, USUAL.length, setting.device)
     with torch.no_grad(), ch.record(model.eval(), "*.router") as seen:
         next_loss(model, rows)
     busiest = [
         float(torch.bincount(logits.argmax(-1).flatten(), minlength=8).max() / logits[..., 0].numel())
         for logits in seen.values()
     ]
-    return {
-        "loss": held_out_loss(model, USUAL),
-        "busiest": sum(busiest) / len(busiest),
-        "curve": curve,
-    }
+    return {**numbers, "busiest": sum(busiest) / len(busiest)}
 
 
 EXPERTS = Experiment(
@@ -404,10 +359,11 @@ EXPERTS = Experiment(
     question="Do experts share the work by themselves?",
     arms={"no balance loss": 0.0, "balance loss 0.01": 0.01},
     run=run_experts,
-    claims=(
-        Claim("Without a loss for it, one expert gets more than its share.", "busiest", "balance loss 0.01",
-              "no balance loss", 0.0),
-    ),
+    claims={
+        "Without a loss for it, one expert gets more than its share.": Claim(
+            "busiest", "balance loss 0.01", "no balance loss", 0.0
+        ),
+    },
     figures={**LOSS, "busiest": "share of the tokens that the busiest of 8 experts gets, mean over layers"},
     pictures=(Picture("busiest", "The busiest of 8 experts", "", "share of the tokens", figure="busiest"),),
     seconds=30,

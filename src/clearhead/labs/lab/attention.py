@@ -1,7 +1,6 @@
 """Experiments on attention: positions, an LSTM in its place, kinds of attention, induction, removed heads."""
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,23 +9,23 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 import clearhead as ch
-from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
-from clearhead.inside.ablation import Examples, ablating
+from clearhead.inside.ablation import Examples
+from clearhead.inside.inputs import device_of
+from clearhead.inside.interventions import ablating
+from clearhead.inside.long_text import quickest
 from clearhead.inside.pruning import By, ordered, scores
-from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
+from clearhead.labs.lab.experiment import LOSS, LOSS_CURVE, Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.labs.lab.learning import (
     USUAL,
     Training,
-    device_of,
     held_out_loss,
-    language_model,
     logits_of,
     loss_curve,
     next_loss,
+    small_model,
     text,
     train,
-    train_model,
     train_on_text,
 )
 from clearhead.learn.batches.batch import Batch
@@ -34,33 +33,18 @@ from clearhead.variants.costs import cost
 
 # Positions: what each scheme knows of order, within and beyond the trained length --------------------------
 
-N_SYMBOLS, BACK = 10, 3  # symbols of a row; places that the wanted symbol lies back
+N_SYMBOLS, BACK = 10, 3  # symbols of a row; positions that the wanted symbol lies back
 TRAINED, BEYOND = 24, 96  # lengths
 POSITIONS_PLAN = Training(steps=400, batch=32, length=TRAINED, lr=3e-3)
 SCHEMES = ("none", "learned", "sinusoidal", "rope", "alibi", "relative")
 
 
 def run_positions(scheme: str, setting: Conditions) -> Numbers:
-    """Train an encoder to say which symbol came first, and a decoder to look three places back."""
-    common = {
-        "d_model": 64,
-        "n_layers": 2,
-        "n_heads": 4,
-        "vocab_size": N_SYMBOLS,
-        "positions": scheme,
-        "init": "xavier",
-    }
-    first = Transformer(
-        ModelConfig(
-            **common,  # type: ignore[arg-type]
-            family="encoder",
-            max_positions=BEYOND,
-            n_classes=N_SYMBOLS,
-            pooling="mean",
-        )
-    )
+    """Train an encoder to say which symbol came first, and a decoder to look three positions back."""
+    common = {"vocab_size": N_SYMBOLS, "positions": scheme, "init": "xavier", "max_positions": BEYOND}
+    first = Transformer(small_model(**common, family="encoder", n_classes=N_SYMBOLS, pooling="mean"))
     loss_curve(first, draw_symbols, order_loss, POSITIONS_PLAN, setting)
-    delayed = Transformer(ModelConfig(**common, max_positions=BEYOND))  # type: ignore[arg-type]
+    delayed = Transformer(small_model(**common))
     curve = loss_curve(delayed, draw_symbols, delay_loss, POSITIONS_PLAN, setting)
     reach: list[list[float]] = [
         [length, delay_accuracy(delayed, length)] for length in (8, 16, TRAINED, 32, 48, 64, BEYOND)
@@ -84,13 +68,11 @@ def draw_symbols(generator: torch.Generator, batch: int = 32, length: int = TRAI
 
 def order_loss(model: nn.Module, rows: Tensor) -> Tensor:
     """Return the loss of naming the first symbol of each row."""
-    rows = rows.to(device_of(model))
     return nnf.cross_entropy(logits_of(model, rows), rows[:, 0])
 
 
 def delay_loss(model: nn.Module, rows: Tensor) -> Tensor:
-    """Return the loss of naming, at each place, the symbol `BACK` places before."""
-    rows = rows.to(device_of(model))
+    """Return the loss of naming, at each position, the symbol `BACK` positions before."""
     return nnf.cross_entropy(logits_of(model, rows)[:, BACK:].flatten(0, 1), rows[:, :-BACK].flatten())
 
 
@@ -107,14 +89,14 @@ POSITIONS = Experiment(
     question="What does each scheme of positions know of order, and how far beyond the trained length?",
     arms={name: name for name in SCHEMES},
     run=run_positions,
-    claims=(
-        Claim(
-            "Without positions, an encoder does not know what came first.", "order", "none", "learned", 0.3
+    claims={
+        "Without positions, an encoder does not know what came first.": Claim(
+            "order", "none", "learned", 0.3
         ),
-        Claim("Learned positions end where training ended.", "beyond", "learned", "relative", 0.2),
-        Claim("Rotary positions go on beyond it.", "beyond", "learned", "rope", 0.2),
-        Claim("A causal mask alone does not tell distances.", "within", "none", "rope", 0.2),
-    ),
+        "Learned positions end where training ended.": Claim("beyond", "learned", "relative", 0.2),
+        "Rotary positions go on beyond it.": Claim("beyond", "learned", "rope", 0.2),
+        "A causal mask alone does not tell distances.": Claim("within", "none", "rope", 0.2),
+    },
     figures={
         "order": "share of rows whose first symbol an encoder names",
         "within": f"share of symbols {BACK} places back that a decoder names, at length {TRAINED}",
@@ -161,20 +143,20 @@ class Recurrent(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T] -> logits [B, T, V]."""
-        found: Tensor = self.out(self.layers(self.table(ids))[0])
-        return found
+        logits: Tensor = self.out(self.layers(self.table(ids))[0])
+        return logits
 
 
 def make(kind: str, vocab_size: int, length: int) -> nn.Module:
     """Return a Transformer of two layers of width 64, or an LSTM of as many weights."""
     if kind == "LSTM":
         return Recurrent(vocab_size, 76)
-    return Transformer(language_model(max_positions=length, vocab_size=vocab_size))
+    return Transformer(small_model(max_positions=length, vocab_size=vocab_size))
 
 
 def read_text(kind: str, plan: Training, setting: Conditions) -> Numbers:
     """Train on text; return the loss on unseen text and the curve."""
-    return train_on_text(make(kind, len(text().letters), plan.length), plan, setting)
+    return train_on_text(make(kind, text().vocab_size, plan.length), plan, setting)
 
 
 def memorise(kind: str, plan: Training, setting: Conditions) -> Numbers:
@@ -192,22 +174,22 @@ def at_best_rate(
     tried = []
     for rate in RATES:
         torch.manual_seed(setting.seed)
-        found = trained(kind, replace(plan, lr=rate), setting)
-        last = [loss for _, loss in found["curve"][-4:]] or [math.inf]
-        tried.append((math.inf if found.get("diverged") else sum(last) / len(last), rate, found))
-    best = min(tried, key=lambda one: one[0])
+        numbers = trained(kind, replace(plan, lr=rate), setting)
+        last = [loss for _, loss in numbers["curve"][-4:]] or [math.inf]
+        tried.append((math.inf if numbers.get("diverged") else sum(last) / len(last), rate, numbers))
+    _, best_rate, best = min(tried, key=lambda trial: trial[0])
     ends = [[math.log10(rate), end] for end, rate, _ in tried if math.isfinite(end)]
-    return {**best[2], "rate": best[1], "rates": ends}
+    return {**best, "rate": best_rate, "rates": ends}
 
 
 def run_lstm(kind: str, setting: Conditions) -> Numbers:
     """Train on text and on recall, and time a step of training at several lengths."""
-    found = at_best_rate(read_text, kind, TEXT_PLAN, setting)
+    numbers = at_best_rate(read_text, kind, TEXT_PLAN, setting)
     recalled = at_best_rate(memorise, kind, RECALL_PLAN, setting)
-    timed = make(kind, len(text().letters), 512).to(setting.device)
+    timed = make(kind, text().vocab_size, 512).to(setting.device)
     times = [[length, seconds(timed, length)] for length in (32, 128, 512)]
     return {
-        **found,
+        **numbers,
         "recall": recalled["recalls"][-1][1],
         "recalls": recalled["recalls"],
         "recall rate": recalled["rate"],
@@ -218,7 +200,7 @@ def run_lstm(kind: str, setting: Conditions) -> Numbers:
 
 
 def draw_recall(generator: torch.Generator, batch: int = 16, distance: int | None = None) -> Tensor:
-    """Draw rows [B, T] of fillers; one letter to remember stands `distance` places before the last."""
+    """Draw rows [B, T] of fillers; one letter to remember stands `distance` positions before the last."""
     far = torch.randint(1, RECALLED, (batch, 1), generator=generator)
     rows = torch.randint(1, 1 + FILLERS, (batch, RECALLED), generator=generator)
     place = RECALLED - 1 - (far if distance is None else torch.full_like(far, distance))
@@ -235,29 +217,25 @@ def wanted(rows: Tensor) -> Tensor:
 
 def recall_loss(model: nn.Module, rows: Tensor) -> Tensor:
     """Return the loss of naming the letter at the end of a row."""
-    rows = rows.to(device_of(model))
     return nnf.cross_entropy(logits_of(model, rows)[:, -1], wanted(rows))
 
 
 @torch.no_grad()
 def recall(model: nn.Module, distance: int) -> float:
-    """Return the share of rows in which a letter seen `distance` places ago is named."""
+    """Return the share of rows in which a letter seen `distance` positions ago is named."""
     rows = draw_recall(torch.Generator().manual_seed(1), 256, distance).to(device_of(model))
     return float((logits_of(model.eval(), rows)[:, -1].argmax(-1) == wanted(rows)).float().mean())
 
 
 def seconds(model: nn.Module, length: int, batch: int = 8) -> float:
-    """Return the seconds of one training step, the quicker of two."""
-    rows = text().windows(torch.Generator().manual_seed(0), batch, length)
-    found = []
-    for _ in range(2):
-        start = time.perf_counter()
-        loss = next_loss(model.train(), rows)
-        loss.backward()  # type: ignore[no-untyped-call]
-        float(loss.detach())
-        found.append(time.perf_counter() - start)
+    """Return the seconds of one training step, after one to warm up."""
+    rows = text().windows(torch.Generator().manual_seed(0), batch, length).to(device_of(model))
+
+    def step() -> None:
+        next_loss(model.train(), rows).backward()  # type: ignore[no-untyped-call]
         model.zero_grad(set_to_none=True)
-    return min(found)
+
+    return quickest(step, device_of(model), repeats=1)
 
 
 LSTM = Experiment(
@@ -265,12 +243,12 @@ LSTM = Experiment(
     question="What does attention give that recurrence does not?",
     arms={"Transformer": "Transformer", "LSTM": "LSTM"},
     run=run_lstm,
-    claims=(
-        Claim("A Transformer recalls over longer distances.", "recall", "LSTM", "Transformer", 0.1),
-        Claim("A Transformer has the lower loss on text.", "loss", "Transformer", "LSTM", 0.0),
-    ),
+    claims={
+        "A Transformer recalls over longer distances.": Claim("recall", "LSTM", "Transformer", 0.1),
+        "A Transformer has the lower loss on text.": Claim("loss", "Transformer", "LSTM", 0.0),
+    },
     figures={
-        "loss": "nats a character on unseen text",
+        **LOSS,
         "recall": f"share of letters recalled over {RECALLED - 1} places",
         "rate": "learning rate on text",
         "recall rate": "learning rate on recall",
@@ -282,7 +260,7 @@ LSTM = Experiment(
         Picture(
             "time", "One training step of 8 rows", "characters", "seconds", curve="times", logarithmic=True
         ),
-        Picture("loss", "Loss while training", "step", "nats a character", curve="curve"),
+        LOSS_CURVE,
         Picture("rates", "Loss by learning rate", "logarithm of the rate", "nats a character", curve="rates"),
     ),
     seconds=100,
@@ -316,12 +294,13 @@ KIND_ARMS = {
 
 def run_kinds(kind: str, setting: Conditions) -> Numbers:
     """Train on text, then time steps of training, and find how far back the model sees."""
-    config = language_model(attention=kind, max_positions=TIMED[-1])
-    model, found = train_model(config, KINDS_PLAN, setting)
+    config = small_model(attention=kind, max_positions=TIMED[-1])
+    model = Transformer(config)
+    numbers = train_on_text(model, KINDS_PLAN, setting)
     times = [[length, seconds(model, length, batch=1)] for length in TIMED]
     work = [cost(config, length).flops.training_per_token for length in (TIMED[0], TIMED[-1])]
     return {
-        **found,
+        **numbers,
         "time": times[-1][1] / times[0][1],
         "operations": work[1] / work[0],
         "reach": reach(model.eval()),
@@ -331,7 +310,7 @@ def run_kinds(kind: str, setting: Conditions) -> Numbers:
 
 @torch.no_grad()
 def reach(model: Transformer) -> int:
-    """Return how many places back a change of one token still changes the last logits."""
+    """Return how many positions back a change of one token still changes the last logits."""
     device = device_of(model)
     row = torch.randint(1, model.config.vocab_size, (SEEN,), generator=torch.Generator().manual_seed(1))
     rows = row.repeat(SEEN, 1)  # [T, T]
@@ -346,15 +325,15 @@ KINDS = Experiment(
     question="What does each kind of attention cost as rows grow, and what does it give up?",
     arms=KIND_ARMS,
     run=run_kinds,
-    claims=(
-        Claim("A window makes the time grow more slowly.", "time", "window of 16", "full"),
-        Claim("So does linear attention.", "time", "linear", "full"),
-        Claim("A window sees less far than full attention.", "reach", "window of 16", "full", 10.0),
-        Claim("Linear attention has the higher loss.", "loss", "full", "linear"),
-        Claim("A gated delta rule learns more than plain linear attention.", "loss", "gated delta", "linear"),
-    ),
+    claims={
+        "A window makes the time grow more slowly.": Claim("time", "window of 16", "full"),
+        "So does linear attention.": Claim("time", "linear", "full"),
+        "A window sees less far than full attention.": Claim("reach", "window of 16", "full", 10.0),
+        "Linear attention has the higher loss.": Claim("loss", "full", "linear"),
+        "A gated delta rule learns more than plain linear attention.": Claim("loss", "gated delta", "linear"),
+    },
     figures={
-        "loss": "nats a character on unseen text",
+        **LOSS,
         "time": f"seconds of a training step at {TIMED[-1]} characters over those at {TIMED[0]}",
         "operations": "floating-point operations of a token at these lengths, the same ratio",
         "reach": f"places back that a change of one character is still seen, of {SEEN - 1}",
@@ -362,7 +341,7 @@ KINDS = Experiment(
     pictures=(
         Picture("time", "One training step of one row", "characters", "seconds", curve="times",
                 logarithmic=True),
-        Picture("loss", "Loss while training", "step", "nats a character", curve="curve"),
+        LOSS_CURVE,
     ),
     seconds=30,
     setup={"model": "2 layers of width 64, 4 heads, RoPE", **vars(KINDS_PLAN)},
@@ -378,17 +357,15 @@ PAIRS_PLAN = Training(steps=600, batch=64, length=PAIRS_LENGTH, lr=1e-2, warmup=
 
 def run_induction(depth: int, setting: Conditions) -> Numbers:
     """Train on rows of random pairs that come again; follow the strongest induction head and the loss."""
-    model = Transformer(
-        ModelConfig(vocab_size=PAIR_SYMBOLS, d_model=32, n_layers=depth, n_heads=2, positions="rope",
-                    max_positions=PAIRS_LENGTH, init="xavier")
-    )  # fmt: skip
+    size = {"vocab_size": PAIR_SYMBOLS, "d_model": 32, "n_layers": depth, "n_heads": 2}
+    model = Transformer(small_model(**size, max_positions=PAIRS_LENGTH, init="xavier"))
     losses, scores = [], []
     for step, loss, _ in train(model, draw_pairs, repeat_loss, PAIRS_PLAN, setting, every=25):
         losses.append([step, loss])
         scores.append([step, induction(model)])
         model.train()
     model.eval()
-    rows, known = (one.to(setting.device) for one in draw_pairs(torch.Generator().manual_seed(1), 256))
+    rows, known = (x.to(setting.device) for x in draw_pairs(torch.Generator().manual_seed(1), 256))
     with torch.no_grad():
         guessed = logits_of(model, rows)[:, :-1].argmax(-1)
     return {
@@ -415,8 +392,7 @@ def draw_pairs(generator: torch.Generator, batch: int = PAIRS_PLAN.batch) -> tup
 
 def repeat_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     """Return the loss of the second symbols of pairs that came before."""
-    rows, known = (one.to(device_of(model)) for one in batch)
-    known = known[:, :-1]
+    rows, known = batch[0], batch[1][:, :-1]
     return nnf.cross_entropy(logits_of(model, rows)[:, :-1][known], rows[:, 1:][known])
 
 
@@ -437,16 +413,12 @@ INDUCTION = Experiment(
     question="Does a model need two layers to copy what followed the last time, and when does it learn to?",
     arms={"1 layer": 1, "2 layers": 2, "3 layers": 3},
     run=run_induction,
-    claims=(
-        Claim("Induction needs two layers.", "accuracy", "1 layer", "2 layers", 0.3),
-        Claim(
-            "A head that attends to what followed the last time is there.",
-            "induction",
-            "1 layer",
-            "2 layers",
-            0.2,
+    claims={
+        "Induction needs two layers.": Claim("accuracy", "1 layer", "2 layers", 0.3),
+        "A head that attends to what followed the last time is there.": Claim(
+            "induction", "1 layer", "2 layers", 0.2
         ),
-    ),
+    },
     figures={
         "accuracy": "share of the symbols named that a pair before gives away",
         "induction": "weight of the strongest head on what followed the symbol before",
@@ -469,7 +441,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 def run_heads(order: str, setting: Conditions) -> Numbers:
     """Train a model of 16 heads, rank them on text that it was trained on, and switch them off one by one."""
-    model = train_model(language_model(n_heads=8, init="xavier"), USUAL, setting)[0]
+    model = Transformer(small_model(n_heads=8, init="xavier"))
+    train_on_text(model, USUAL, setting)
     rows = text().windows(torch.Generator().manual_seed(2), USUAL.batch, USUAL.length)
     examples = Examples("lm", (Batch(rows[:, :-1], rows[:, 1:]),))
     by: By = "random" if order == "random" else "importance"
@@ -493,20 +466,14 @@ HEADS = Experiment(
     question="How many heads does a trained model need, and does their importance say which?",
     arms={"least important first": "least", "at random": "random", "most important first": "most"},
     run=run_heads,
-    claims=(
-        Claim(
-            "Half of the heads can go at less cost when the least important go first.",
-            "half",
-            "least important first",
-            "at random",
+    claims={
+        "Half of the heads can go at less cost when the least important go first.": Claim(
+            "half", "least important first", "at random"
         ),
-        Claim(
-            "The most important heads are missed most.",
-            "half",
-            "least important first",
-            "most important first",
+        "The most important heads are missed most.": Claim(
+            "half", "least important first", "most important first"
         ),
-    ),
+    },
     figures={
         "whole": "nats a character on unseen text, with all heads",
         "quarter": "the same with a quarter of the heads gone",

@@ -24,6 +24,7 @@ from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, refuse
 from clearhead.hub.files import write_text
+from clearhead.inside.long_text import quickest
 from clearhead.labs.lab import EXPERIMENTS
 
 Verdict = Literal["supported", "not supported", "undecided"]
@@ -48,41 +49,42 @@ class Conditions:
 
 @dataclass(frozen=True)
 class Claim:
-    """What the field says, as an order of two arms by one measured figure."""
+    """An order of two arms by one measured figure."""
 
-    text: str
     figure: str
     less: str  # the arm that has less of it
     more: str
     by: float = 0.0  # at least
 
-    def judge(self, trials: Mapping[str, Sequence[Numbers]]) -> "Judged":
-        """Judge by the differences of the two arms, seed by seed."""
+    def differences(self, trials: Mapping[str, Sequence[Numbers]]) -> list[float]:
+        """Return what decides it, a number for each seed: how much more one arm has than the other."""
         pairs = zip(trials[self.less], trials[self.more])
-        found = [float(more[self.figure]) - float(less[self.figure]) for less, more in pairs]
-        low, high = interval(found)
-        verdict: Verdict = "undecided"
-        if len(found) >= FEWEST and low > self.by:
-            verdict = "supported"
-        elif len(found) >= FEWEST and high < self.by:
-            verdict = "not supported"
-        return Judged(self, verdict, statistics.fmean(found), low, high, len(found))
+        return [float(more[self.figure]) - float(less[self.figure]) for less, more in pairs]
 
-    def said(self, judged: "Judged") -> str:
-        """Say the numbers that decided it."""
-        numbers = f"{self.figure}: {self.more} minus {self.less} is {judged.difference:.4g}"
+    def verdict(self, low: float, high: float) -> Verdict:
+        """Return the verdict that an interval of the mean difference allows."""
+        return "supported" if low > self.by else "not supported" if high < self.by else "undecided"
+
+    def judge(self, text: str, trials: Mapping[str, Sequence[Numbers]]) -> "Judged":
+        """Judge by the differences, seed by seed; a few seeds decide nothing."""
+        differences = self.differences(trials)
+        low, high = interval(differences)
+        verdict = self.verdict(low, high) if len(differences) >= FEWEST else "undecided"
+        return Judged(text, self, verdict, statistics.fmean(differences), low, high, len(differences))
+
+    def explain(self, judged: "Judged") -> str:
+        """Return the numbers that decided it, in one sentence."""
+        name = f"{self.figure}: {self.more} minus {self.less} is"
         if not math.isfinite(judged.difference):
-            return f"{numbers}: a trial diverged, so nothing is decided"
-        if judged.seeds < FEWEST:
-            seeds = "seed" if judged.seeds == 1 else "seeds"
-            return f"{numbers} with {judged.seeds} {seeds}: too few to decide"
-        return f"{numbers} ({judged.low:.4g} to {judged.high:.4g}, 95 % by Student's t, {judged.seeds} seeds)"
+            return f"{name} {judged.difference:.4g}: a trial diverged, so nothing is decided"
+        return judged.numbers(name, ".4g")
 
 
 @dataclass(frozen=True)
 class Judged:
     """A claim with its verdict, and the mean difference that decided it with its interval of 95 %."""
 
+    text: str
     claim: Claim
     verdict: Verdict
     difference: float
@@ -90,9 +92,18 @@ class Judged:
     high: float
     seeds: int
 
-    def sentence(self) -> str:
-        """Say what was found, in one sentence."""
-        return self.claim.said(self)
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        facts = asdict(self)
+        return {"claim": facts.pop("text"), **{name: facts[name] for name in facts if name != "claim"}}
+
+    def numbers(self, name: str, form: str) -> str:
+        """Return the mean difference with its interval, or why there is none."""
+        mean, low, high = (format(value, form) for value in (self.difference, self.low, self.high))
+        seeds = "1 seed" if self.seeds == 1 else f"{self.seeds} seeds"
+        if self.seeds < FEWEST:
+            return f"{name} {mean} with {seeds}: too few to decide"
+        return f"{name} {mean} ({low} to {high}, 95 % by Student's t, {seeds})"
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,12 @@ class Picture:
     curve: str = ""  # the curve of each trial; empty: bars of `figure`
     figure: str = ""
     logarithmic: bool = False
-    made: "Callable[[Findings], Figure] | None" = None  # draws it in another way
+    drawn_by: "Callable[[Findings], Figure] | None" = None  # draws it in another way
+
+
+# Of every experiment that trains on text.
+LOSS = {"loss": "nats a character on unseen text"}
+LOSS_CURVE = Picture("loss", "Loss while training", "step", "nats a character", curve="curve")
 
 
 @dataclass(frozen=True)
@@ -117,7 +133,7 @@ class Experiment:
     question: str
     arms: Mapping[str, Any]
     run: Callable[[Any, Conditions], Numbers]  # an arm in a setting -> what was measured
-    claims: Sequence[Claim]
+    claims: Mapping[str, Claim]  # what the field says, and the order that it means
     figures: Mapping[str, str]  # the figures of the table, with what they are
     pictures: Sequence[Picture] = ()
     seconds: float = 30.0  # of a trial on one core
@@ -126,11 +142,12 @@ class Experiment:
 
     def setup_in(self, setting: Conditions) -> dict[str, Any]:
         """Return what all arms share in these conditions, with the steps that are taken in them."""
-        made = {name: value(setting) if callable(value) else value for name, value in self.setup.items()}
-        if "steps" in made:
-            made["steps"] = setting.steps(made["steps"])
-            made |= {"warmup": min(made["warmup"], made["steps"] // 2)} if "warmup" in made else {}
-        return made
+        setup = {name: value(setting) if callable(value) else value for name, value in self.setup.items()}
+        if "steps" in setup:
+            setup["steps"] = setting.steps(setup["steps"])
+        if "warmup" in setup:
+            setup["warmup"] = min(setup["warmup"], setup["steps"] // 2)
+        return setup
 
     def minutes(self, seeds: int, setting: Conditions) -> float:
         """Return about how long it takes on one core."""
@@ -159,7 +176,7 @@ class Findings:
     ) -> "Findings":
         """Judge the claims by what was measured."""
         spent = sum(trial["seconds"] for arm in trials.values() for trial in arm)
-        judged = [claim.judge(trials) for claim in experiment.claims]
+        judged = [claim.judge(text, trials) for text, claim in experiment.claims.items()]
         return cls(name, experiment, trials, judged, spent, setting)
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,10 +188,7 @@ class Findings:
             "arms": dict(self.experiment.arms),
             "setting": asdict(self.setting),
             "seconds": round(self.seconds, 1),
-            "verdicts": [
-                {"claim": one.claim.text, **{k: v for k, v in asdict(one).items() if k != "claim"}}
-                for one in self.judged
-            ],
+            "verdicts": [judged.to_dict() for judged in self.judged],
             "trials": {arm: list(trials) for arm, trials in self.trials.items()},
         }
 
@@ -213,54 +227,48 @@ def conduct(
     total, began = seeds * len(trials), time.perf_counter()
     for number in range(total):
         seed, arm = number // len(trials), list(trials)[number % len(trials)]
-        found = trial(experiment, arm, replace(setting, seed=seed), folder)
-        trials[arm].append(found)
+        trials[arm].append(trial(experiment, arm, replace(setting, seed=seed), folder))
         left = (time.perf_counter() - began) / (number + 1) * (total - number - 1)
-        tell(f"{number + 1} of {total}  {said(experiment, arm, found)}; about {left:.0f} s left")
+        line = summary_of(experiment, arm, trials[arm][-1])
+        tell(f"{number + 1} of {total}  {line}; about {left:.0f} s left")
     return Findings.of(name, experiment, trials, setting)
 
 
 def trial(experiment: Experiment, arm: str, setting: Conditions, folder: Path) -> Numbers:
     """Run an arm with a seed, or return what an earlier try measured."""
-    path = folder / "trials" / f"{_file_name(arm)}-{setting.seed}.json"
-    asked = {"setting": asdict(setting), "arm": experiment.arms[arm], "setup": experiment.setup_in(setting)}
-    asked = json.loads(json.dumps(asked))  # as it is read back
-    found = _read(path, asked)
-    if found is None:
-        start = time.perf_counter()
-        torch.manual_seed(setting.seed)
-        found = {**experiment.run(experiment.arms[arm], setting), "seed": setting.seed}
-        found["seconds"] = time.perf_counter() - start
-        write_text(path, json.dumps({**asked, "numbers": found}))
-    return found
+    name = "".join(letter if letter.isalnum() else "_" for letter in arm)
+    path = folder / "trials" / f"{name}-{setting.seed}.json"
+    facts = {"setting": asdict(setting), "arm": experiment.arms[arm], "setup": experiment.setup_in(setting)}
+    facts = json.loads(json.dumps(facts))  # as they are read back
+    if path.exists():
+        return _read(path, facts)
+    start = time.perf_counter()
+    torch.manual_seed(setting.seed)
+    numbers = {**experiment.run(experiment.arms[arm], setting), "seed": setting.seed}
+    numbers["seconds"] = time.perf_counter() - start
+    write_text(path, json.dumps({**facts, "numbers": numbers}))
+    return numbers
 
 
-def said(experiment: Experiment, arm: str, found: Numbers) -> str:
-    """Say what a trial measured, in one line."""
-    figures = ", ".join(f"{figure} {found[figure]:.4g}" for figure in experiment.figures)
-    return f"{arm}, seed {found['seed']}: {figures}"
+def summary_of(experiment: Experiment, arm: str, numbers: Numbers) -> str:
+    """Return what a trial measured, in one line."""
+    figures = ", ".join(f"{figure} {numbers[figure]:.4g}" for figure in experiment.figures)
+    return f"{arm}, seed {numbers['seed']}: {figures}"
 
 
-def _read(path: Path, asked: Mapping[str, Any]) -> Numbers | None:
-    """Return what an earlier try measured; refuse one that was asked for something else."""
-    if not path.exists():
-        return None
+def _read(path: Path, facts: Mapping[str, Any]) -> Numbers:
+    """Return what an earlier try measured; refuse one of another experiment."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        numbers: Numbers = found.pop("numbers")
+        record = json.loads(path.read_text(encoding="utf-8"))
+        numbers: Numbers = record.pop("numbers")
     except (ValueError, KeyError, AttributeError):
         raise InputError(
             f"{path} is not the record of a trial: remove it, or choose another folder"
         ) from None
-    differs = next((name for name in asked if found.get(name) != asked[name]), None)
-    if differs:
-        was, wanted = found.get(differs), asked[differs]
-        raise InputError(f"{path} was run with {differs} {was}, not {wanted}: choose another --out")
+    for name, wanted in facts.items():
+        was = record.get(name)
+        refuse(was != wanted, f"{path} was run with {name} {was}, not {wanted}: choose another --out")
     return numbers
-
-
-def _file_name(arm: str) -> str:
-    return "".join(letter if letter.isalnum() else "_" for letter in arm)
 
 
 # Many trials at once --------------------------------------------------------------------------------------
@@ -287,9 +295,8 @@ def run_trials(
             for number, done in enumerate(as_completed(running), start=1):
                 name, arm, _, _ = running[done]
                 fault = done.exception()
-                if fault is not None:
-                    faults.append(fault)
-                line = fault or said(find(name), arm, done.result())
+                faults += [] if fault is None else [fault]
+                line = fault or summary_of(find(name), arm, done.result())
                 tell(f"{number} of {len(jobs)}  {name}: {line}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -310,15 +317,6 @@ REFERENCE = 0.020  # seconds of the step of `pace` on one core of the machine th
 
 def pace(device: str) -> float:
     """Return how many times as long as on the reference machine a small step takes."""
-    model = Transformer(ModelConfig(vocab_size=64, d_model=64, n_layers=2, n_heads=4, max_positions=64)).to(
-        device
-    )
-    ids = torch.zeros(16, 64, dtype=torch.long, device=device)
-    found = []
-    for _ in range(6):
-        start = time.perf_counter()
-        model(ids).logits.sum().backward()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return min(found) / REFERENCE
+    config = ModelConfig(vocab_size=64, d_model=64, n_layers=2, n_heads=4, max_positions=64)
+    model, ids = Transformer(config).to(device), torch.zeros(16, 64, dtype=torch.long, device=device)
+    return quickest(lambda: model(ids).logits.sum().backward(), torch.device(device), 5) / REFERENCE

@@ -15,7 +15,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core.config import ModelConfig
-from clearhead.core.transformer import Transformer
+from clearhead.inside.inputs import device_of
 from clearhead.labs.lab.experiment import Conditions, Numbers
 from clearhead.learn.data.corpora import CORPORA
 
@@ -30,7 +30,7 @@ class Text:
 
     train: Tensor
     held_out: Tensor
-    letters: str
+    vocab_size: int
 
     def windows(self, generator: torch.Generator, batch: int, length: int, held_out: bool = False) -> Tensor:
         """Draw rows of `length` + 1 characters at random: [B, T + 1]."""
@@ -43,7 +43,7 @@ class Text:
 def prose(name: str = "stdlib-docs", characters: int = CHARACTERS) -> str:
     """Return the beginning of an embedded text, lower-cased."""
     documents: Any = CORPORA[name].load()
-    return "\n".join("".join(pieces) for pieces in documents())[:characters].lower()
+    return "\n".join("".join(parts) for parts in documents())[:characters].lower()
 
 
 @functools.cache
@@ -55,38 +55,35 @@ def text(name: str = "stdlib-docs", characters: int = CHARACTERS) -> Text:
     numbers = {letter: number for number, letter in enumerate(letters)}
     ids = torch.tensor([numbers.get(letter, 0) for letter in whole])
     cut = len(ids) * 9 // 10
-    return Text(ids[:cut], ids[cut:], letters)
+    return Text(ids[:cut], ids[cut:], len(letters))
 
 
-def language_model(**changes: Any) -> ModelConfig:
-    """Return the config of a small model of characters; `changes` are fields of it."""
-    usual: dict[str, Any] = {
-        "vocab_size": len(text().letters),
-        "d_model": 64,
-        "n_layers": 2,
-        "n_heads": 4,
-        "max_positions": 64,
-        "positions": "rope",
-    }
-    return ModelConfig(**usual | changes)
+def small_model(**changes: Any) -> ModelConfig:
+    """Return the config of a small model, of characters with a causal mask where `changes` say no other."""
+    usual = {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_positions": 64, "positions": "rope"}
+    size = {} if "vocab_size" in changes else {"vocab_size": text().vocab_size}
+    return ModelConfig(**{**usual, **size, **changes})
 
 
 def next_loss(model: nn.Module, rows: Tensor) -> Tensor:
     """Return the mean cross-entropy of the next character: rows [B, T + 1] -> []."""
-    rows = rows.to(device_of(model))
-    logits = logits_of(model, rows[:, :-1])
-    return nnf.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+    return nnf.cross_entropy(logits_of(model, rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of a model's weights."""
-    return next(model.parameters()).device
+def moved(batch: Any, device: str | torch.device) -> Any:
+    """Return a batch, a tensor or several, on a device."""
+    return batch.to(device) if isinstance(batch, Tensor) else tuple(x.to(device) for x in batch)
+
+
+def unseen_rows(batch: int, length: int, device: str) -> Tensor:
+    """Draw rows of text that no trial learns from: [B, T + 1]."""
+    return text().windows(torch.Generator().manual_seed(1), batch, length, held_out=True).to(device)
 
 
 def logits_of(model: nn.Module, ids: Tensor, **more: Any) -> Tensor:
     """Return the logits of a Transformer, or of any other module that returns them."""
-    found = model(ids, **more)
-    return found if isinstance(found, Tensor) else found.required_logits
+    output = model(ids, **more)
+    return output if isinstance(output, Tensor) else output.required_logits
 
 
 @dataclass(frozen=True)
@@ -105,35 +102,63 @@ class Training:
 USUAL = Training()
 
 
-def train(
-    model: nn.Module, draw: Draw, loss_of: Loss, plan: Training, setting: Conditions, every: int = 10
-) -> Iterator[tuple[int, float, float]]:
-    """Train a model; yield (step, loss, norm of the gradient) at every `every`-th step and at the last.
+def descend(
+    model: nn.Module,
+    loss_at: Callable[[int], Tensor],
+    steps: int,
+    lr: float,
+    warmup: int,
+    clip: float | None = 1.0,
+    weight_decay: float = 0.01,
+    beta2: float = 0.98,
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Train by AdamW on `loss_at` of each step, counted from 1; yield (step, loss, gradient norm) after it.
 
-    The rate rises over the warm-up and falls as a cosine. A loss that is not finite ends it.
+    The learning rate rises over the warm-up and falls as a cosine to a tenth. A gradient that is not finite
+    is not applied, and is the last.
     """
-    model.to(setting.device).train()
-    steps, examples = setting.steps(plan.steps), torch.Generator().manual_seed(setting.seed)
+    model.train()
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=plan.weight_decay, fused=True
+        model.parameters(), lr=lr, betas=(0.9, beta2), weight_decay=weight_decay, fused=True
     )
-    warmup = min(plan.warmup, steps // 2)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda step: min((step + 1) / max(warmup, 1), 0.55 + 0.45 * math.cos(math.pi * step / steps)),
     )
     for step in range(1, steps + 1):
-        loss = loss_of(model, draw(examples))
+        loss = loss_at(step)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = nn.utils.clip_grad_norm_(model.parameters(), plan.clip or math.inf)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            optimizer.step()
+            schedule.step()
+        yield step, loss.detach(), norm
+        if not finite:
+            return
+
+
+def train(
+    model: nn.Module, draw: Draw, loss_of: Loss, plan: Training, setting: Conditions, every: int = 10
+) -> Iterator[tuple[int, float, float]]:
+    """Train a model on batches that are drawn; yield (step, loss, gradient norm) of some steps and the last.
+
+    A loss that is not finite ends it.
+    """
+    model.to(setting.device)
+    steps, examples = setting.steps(plan.steps), torch.Generator().manual_seed(setting.seed)
+
+    def loss_at(step: int) -> Tensor:
+        return loss_of(model, moved(draw(examples), setting.device))
+
+    warmup = min(plan.warmup, steps // 2)
+    for step, loss, norm in descend(model, loss_at, steps, plan.lr, warmup, plan.clip, plan.weight_decay):
         if not bool(torch.isfinite(norm)):
             yield step, math.inf, math.inf
             return
-        optimizer.step()
-        schedule.step()
         if step % every == 0 or step == steps:
-            yield step, float(loss.detach()), float(norm)
+            yield step, float(loss), float(norm)
     model.eval()
 
 
@@ -149,29 +174,29 @@ def held_out_loss(model: nn.Module, plan: Training, batches: int = 8, corpus: Te
     """Return the mean loss of a model on text that it has not seen, in nats; None: the embedded one."""
     model.eval()
     examples, source = torch.Generator().manual_seed(1), corpus or text()
-    found = [
-        float(next_loss(model, source.windows(examples, plan.batch, plan.length, held_out=True)))
-        for _ in range(batches)
-    ]
-    return sum(found) / len(found)
+    windows = (source.windows(examples, plan.batch, plan.length, held_out=True) for _ in range(batches))
+    return sum(float(next_loss(model, rows.to(device_of(model)))) for rows in windows) / batches
 
 
-def train_model(config: ModelConfig, plan: Training, setting: Conditions) -> tuple[Transformer, Numbers]:
-    """Train a model of characters; return it with its loss on unseen text, its curve and its size."""
-    model = Transformer(config)
-    return model, train_on_text(model, plan, setting)
+def train_on_text(
+    model: nn.Module,
+    plan: Training,
+    setting: Conditions,
+    loss_of: Loss = next_loss,
+    corpus: Text | None = None,
+) -> Numbers:
+    """Train a model of characters; return its loss on unseen text, its curve and its size.
 
-
-def train_on_text(model: nn.Module, plan: Training, setting: Conditions) -> Numbers:
-    """Train any model of characters on the embedded text."""
-    corpus = text()
+    `corpus` is the text; None: the embedded one.
+    """
+    corpus = corpus or text()
     draw = functools.partial(corpus.windows, batch=plan.batch, length=plan.length)
-    steps = list(train(model, draw, next_loss, plan, setting))
-    broken = not math.isfinite(steps[-1][1])
+    steps = list(train(model, draw, loss_of, plan, setting))
+    diverged = not math.isfinite(steps[-1][1])
     return {
-        "loss": math.log(len(corpus.letters)) if broken else held_out_loss(model, plan),
-        "diverged": float(broken),
+        "loss": math.log(corpus.vocab_size) if diverged else held_out_loss(model, plan, corpus=corpus),
+        "diverged": float(diverged),
         "curve": [[step, loss] for step, loss, _ in steps if math.isfinite(loss)],
         "norms": [[step, norm] for step, _, norm in steps if math.isfinite(norm)],
-        "parameters": sum(one.numel() for one in model.parameters()),
+        "parameters": sum(weight.numel() for weight in model.parameters()),
     }

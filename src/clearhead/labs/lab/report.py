@@ -1,4 +1,4 @@
-"""What an experiment leaves behind: a report, pictures, and the numbers as JSON."""
+"""What an experiment writes: a report, pictures, and the numbers as JSON."""
 
 import json
 import math
@@ -11,8 +11,6 @@ from clearhead.app import plot as canvas
 from clearhead.errors import InputError, refuse, refusing
 from clearhead.hub.files import write_text
 from clearhead.labs.lab.experiment import Conditions, Experiment, Findings, Picture
-
-SIGNS = {"supported": "Supported", "not supported": "Not supported", "undecided": "Undecided"}
 
 
 def write(findings: Findings, folder: Path, command: str) -> Path:
@@ -30,10 +28,10 @@ def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
     """Judge the trials of results.json, which any machine may have measured; write report and pictures."""
     path = folder / "results.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        trials, setting = found["trials"], Conditions(**found["setting"])
-        facts = {fact: found[fact] for fact in ("command", "device", "torch")}
-        arms, of = list(trials), found["experiment"]
+        results = json.loads(path.read_text(encoding="utf-8"))
+        trials, setting = results["trials"], Conditions(**results["setting"])
+        facts = {fact: results[fact] for fact in ("command", "device", "torch")}
+        arms, of = list(trials), results["experiment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read as results of an experiment: {error}") from None
     refuse(
@@ -71,8 +69,8 @@ def text(findings: Findings, facts: dict[str, str]) -> str:
     experiment, seeds = findings.experiment, len(next(iter(findings.trials.values())))
     lines = [f"# {experiment.title}", "", experiment.question, "", "## What was found", ""]
     for judged in findings.judged:
-        lines += [f"- **{SIGNS[judged.verdict]}:** {judged.claim.text} {judged.sentence()[:1].upper()}"
-                  f"{judged.sentence()[1:]}."]  # fmt: skip
+        why = judged.claim.explain(judged)
+        lines += [f"- **{judged.verdict.capitalize()}:** {judged.text} {why[:1].upper()}{why[1:]}."]
     lines += ["", "## Numbers", ""]
     names = list(experiment.figures)
     lines += ["| | " + " | ".join(names) + " |", "| --- |" + " ---: |" * len(names)]
@@ -105,26 +103,29 @@ def _cell(mean: float, low: float, high: float) -> str:
 
 def draw(findings: Findings, picture: Picture) -> canvas.Figure:
     """Draw the curves of all arms, mean over the seeds with their range, or a bar for each arm."""
-    if picture.made is not None:
-        return picture.made(findings)
+    if picture.drawn_by is not None:
+        return picture.drawn_by(findings)
     arms = list(findings.trials)
-    figure, axes = canvas.single(7, 4.2, picture.title, picture.x_name, picture.y_name, grid="both")
     if picture.figure:
         values = [findings.summary(arm, picture.figure) for arm in arms]
         wide = [(high - low) / 2 if math.isfinite(high) else 0.0 for _, low, high in values]
         means = [mean if math.isfinite(mean) else 0.0 for mean, _, _ in values]  # no bar where one diverged
-        axes.bar(arms, means, yerr=wide, color=canvas.BLUE, capsize=4)
-        axes.tick_params(axis="x", rotation=20 if len(arms) > 3 else 0)
+        figure, axes = canvas.single(7, 0.36 * len(arms) + 1.4, picture.title, picture.y_name, grid="x")
+        canvas.bars(axes, means, arms, size=9)
+        axes.errorbar(means, range(len(arms)), xerr=wide, fmt="none", ecolor="black", capsize=4)
         return figure
+    figure, axes = canvas.single(7, 4.8, picture.title, picture.x_name, picture.y_name, grid="both")
     for arm in arms:
         curves = [dict(map(tuple, trial[picture.curve])) for trial in findings.trials[arm]]
-        places = [x for x in curves[0] if all(x in curve for curve in curves)]
-        means = [sum(curve[x] for curve in curves) / len(curves) for x in places]
-        line = axes.plot(places, means, label=arm)[0]
+        steps = [x for x in curves[0] if all(x in curve for curve in curves)]
+        if picture.logarithmic:  # such a scale has no place for 0
+            steps = [x for x in steps if all(curve[x] > 0 for curve in curves)]
+        means = [sum(curve[x] for curve in curves) / len(curves) for x in steps]
+        line = axes.plot(steps, means, label=arm)[0]
         if len(curves) > 1:
-            lows, highs = ([edge(curve[x] for curve in curves) for x in places] for edge in (min, max))
-            axes.fill_between(places, lows, highs, color=line.get_color(), alpha=0.2)
+            lows, highs = ([edge(curve[x] for curve in curves) for x in steps] for edge in (min, max))
+            axes.fill_between(steps, lows, highs, color=line.get_color(), alpha=0.2)
     if picture.logarithmic:
         axes.set_yscale("log")
-    axes.legend(fontsize=8)
+    canvas.legend(axes, 8)
     return figure

@@ -1,18 +1,20 @@
 """Scaling laws: train a ladder of sizes and amounts of text, fit L(N, D), and predict beyond the ladder.
 
 L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022), with N weights outside the token table and D
-tokens, each read once. Training takes about 6 N D FLOPs.
+tokens, each read once. Training takes about 6 N D FLOPs. As an experiment, a ladder must predict a model four
+times as large.
 
 Shapes: B batch, T length, P points of the ladder, G pairs of exponents tried together.
 """
 
+import functools
 import itertools
 import math
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,22 @@ import torch.nn.functional as nnf
 from numpy.typing import NDArray
 from torch import Tensor
 
+from clearhead.app.plot import Figure, legend, single
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, refuse
 from clearhead.hub.files import read_json
+from clearhead.labs.lab.experiment import (
+    Claim,
+    Conditions,
+    Experiment,
+    Findings,
+    Judged,
+    Numbers,
+    Picture,
+    Verdict,
+)
+from clearhead.labs.lab.learning import descend, prose
 
 FLOPS = 6  # of training, for each weight and token
 DELTA = 1e-3  # relative errors above this count by their size, not its square
@@ -73,8 +87,8 @@ CHINCHILLA = Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 
 def read_law(path: Path) -> Law:
     """Read the law of a JSON file that has one under "law", as a trained ladder leaves it."""
-    found = read_json(path)
-    entry = found.get("law", next(iter(found.get("results", ({},)))).get("law"))
+    results = read_json(path)
+    entry = results.get("law", next(iter(results.get("results", ({},)))).get("law"))
     try:
         return Law(**{name: float(entry[name]) for name in ("floor", "a", "b", "alpha", "beta")})
     except (KeyError, TypeError, ValueError):
@@ -96,21 +110,20 @@ def fit(points: Sequence[Point], refinements: int = REFINEMENTS) -> Law:
         f"a law has five numbers: give five points or more, of two sizes and two amounts of text; "
         f"these are {len(sizes)}",
     )
-    wrong = next((one for one in points if not min(one.weights, one.tokens, one.loss) > 0), None)
+    wrong = next((point for point in points if not min(point.weights, point.tokens, point.loss) > 0), None)
     refuse(wrong is not None, f"{wrong} is not of numbers above 0")
-    numbers, exponents = _least(
-        np.array([[one.weights, one.tokens, one.loss] for one in points]), refinements
-    )
+    columns = np.array([[point.weights, point.tokens, point.loss] for point in points])
+    numbers, exponents = _least(columns, refinements)
     return Law(*map(float, numbers), *map(float, exponents))
 
 
 def fit_sizes(points: Sequence[Point]) -> Law:
     """Fit a law of size alone to points of one amount of text, whose part is then in the floor."""
     refuse(
-        len({one.tokens for one in points}) != 1 or len({one.weights for one in points}) < 3,
+        len({point.tokens for point in points}) != 1 or len({point.weights for point in points}) < 3,
         "a law of size has three numbers: give three sizes or more, trained on one amount of text",
     )
-    (floor, a), (alpha,) = _least(np.array([[one.weights, one.loss] for one in points]), REFINEMENTS)
+    (floor, a), (alpha,) = _least(np.array([[point.weights, point.loss] for point in points]), REFINEMENTS)
     return Law(float(floor), float(a), 0.0, float(alpha), 1.0)
 
 
@@ -166,12 +179,6 @@ def bootstrap(points: Sequence[Point], times: int = 100, seed: int = 0) -> list[
     return laws
 
 
-def between(values: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of 95 % of values that were drawn."""
-    low, high = np.quantile(np.array(values), (0.025, 0.975))
-    return float(low), float(high)
-
-
 # The ladder -------------------------------------------------------------------------------------------------
 
 
@@ -207,13 +214,13 @@ class Rung:
         """Return how many weights there are outside the token table."""
         with torch.device("meta"):
             model = Transformer(self.config(vocab_size))
-        return sum(one.numel() for one in model.parameters()) - vocab_size * self.d_model
+        return sum(weight.numel() for weight in model.parameters()) - vocab_size * self.d_model
 
 
 def train_rung(rung: Rung, text: Tensor, unseen: Tensor, vocab_size: int, seed: int, device: str) -> Point:
     """Train a model on the first windows of a text, each once, and measure it on unseen text.
 
-    `text` and `unseen` are ids. On a GPU matrix products are in bfloat16.
+    `text` and `unseen` are ids. On a GPU matmuls are in bfloat16.
     """
     steps = rung.tokens // (rung.rows * rung.length)
     windows = _windows(text, rung.length)
@@ -223,27 +230,16 @@ def train_rung(rung: Rung, text: Tensor, unseen: Tensor, vocab_size: int, seed: 
         f"{len(text):,}: each is read once",
     )
     torch.manual_seed(seed)
-    model = Transformer(rung.config(vocab_size)).to(device).train()
+    model = Transformer(rung.config(vocab_size)).to(device)
     order = torch.randperm(steps * rung.rows, generator=torch.Generator().manual_seed(seed)).to(device)
     windows = windows[: len(order)].to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=rung.rate / math.sqrt(rung.d_model),
-        betas=(0.9, 0.95),
-        weight_decay=0.1,
-        fused=True,
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / max(1, steps // 20), 0.55 + 0.45 * math.cos(math.pi * step / steps)),
-    )
-    for step in range(steps):
-        rows = windows[order[step * rung.rows : (step + 1) * rung.rows]].long()  # B T+1
-        optimizer.zero_grad(set_to_none=True)
-        _loss(model, rows, device).backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
+
+    def loss_at(step: int) -> Tensor:
+        return _loss(model, windows[order[(step - 1) * rung.rows : step * rung.rows]].long(), device)
+
+    rate = rung.rate / math.sqrt(rung.d_model)
+    for _ in descend(model, loss_at, steps, rate, steps // 20, weight_decay=0.1, beta2=0.95):
+        pass
     seen = steps * rung.rows * rung.length
     return Point(rung.weights(vocab_size), seen, _measured(model, rung, unseen, device))
 
@@ -283,9 +279,9 @@ class Prediction:
 
     law: Law
     loss: float
-    low: float  # 95 % by drawing the points again; by one amount of text, without each of its points in turn
+    low: float  # 95 % by drawing the points again; by one amount of text, by leaving out each of its points
     high: float
-    by_size: Law | None = None  # of the amount of text that was asked for, which `loss` is by
+    by_size: Law | None = None  # of the amount of text of the prediction, which `loss` is by
 
 
 def predict(points: Sequence[Point], weights: float, tokens: float, times: int = 100) -> Prediction:
@@ -294,13 +290,14 @@ def predict(points: Sequence[Point], weights: float, tokens: float, times: int =
     Where the ladder has this very amount of text for four sizes or more, these alone predict: what the text
     does is then in their losses, and need not be of the form of the law.
     """
-    law, same = fit(points), [one for one in points if one.tokens == tokens]
-    if len({one.weights for one in same}) >= 4:
+    law, same = fit(points), [point for point in points if point.tokens == tokens]
+    if len({point.weights for point in same}) >= 4:
         by_size = fit_sizes(same)
         without = [fit_sizes([*same[:at], *same[at + 1 :]]).loss(weights, tokens) for at in range(len(same))]
         return Prediction(law, by_size.loss(weights, tokens), min(without), max(without), by_size)
-    drawn = [one.loss(weights, tokens) for one in bootstrap(points, times)]
-    return Prediction(law, law.loss(weights, tokens), *between(drawn or [math.nan]))
+    drawn = [other.loss(weights, tokens) for other in bootstrap(points, times)]
+    low, high = np.quantile(drawn or [math.nan], (0.025, 0.975)).tolist()
+    return Prediction(law, law.loss(weights, tokens), low, high)
 
 
 def train_ladder(
@@ -316,14 +313,168 @@ def train_ladder(
 
     Small models leave a device idle: `workers` processes train as many at a time.
     """
-    given = [(rung, text, unseen, vocab_size, seed, device) for rung in rungs for seed in range(seeds)]
+    arguments = [(rung, text, unseen, vocab_size, seed, device) for rung in rungs for seed in range(seeds)]
     with ExitStack() as stack:
+        trained: Iterator[Point] = itertools.starmap(train_rung, arguments)
         if workers > 1:
             spawn = multiprocessing.get_context("spawn")
             pool = stack.enter_context(ProcessPoolExecutor(workers, spawn, torch.set_num_threads, (1,)))
-            made: Iterator[Point] = pool.map(train_rung, *zip(*given))
-        else:
-            made = itertools.starmap(train_rung, given)
+            trained = pool.map(train_rung, *zip(*arguments))
         for rung in rungs:
-            mine = list(itertools.islice(made, seeds))
-            yield rung, replace(mine[0], loss=sum(one.loss for one in mine) / seeds)
+            points = list(itertools.islice(trained, seeds))
+            yield rung, replace(points[0], loss=sum(point.loss for point in points) / seeds)
+
+
+# The experiment -------------------------------------------------------------------------------------------
+
+
+def draw_law(points: Sequence[Point], found: Prediction, trained: Point | None = None) -> Figure:
+    """Draw the loss by size for each amount of text, the fitted law, and a size beyond the ladder."""
+    figure, axes = single(
+        7, 4.8, "Loss by size and text", "weights outside the token table", "nats a token", grid="both"
+    )
+    largest = max(point.weights for point in [*points, *([trained] if trained else [])])
+    sizes = np.geomspace(min(point.weights for point in points), largest, 60)
+    for tokens in sorted({point.tokens for point in points}):
+        rungs = [point for point in points if point.tokens == tokens]
+        line = axes.plot(sizes, [found.law.loss(size, tokens) for size in sizes], linewidth=1)[0]
+        axes.scatter(
+            [point.weights for point in rungs],
+            [point.loss for point in rungs],
+            color=line.get_color(),
+            s=18,
+            label=f"{tokens / 1e6:.3g} M tokens",
+        )
+    if trained is not None:
+        reach = [[found.loss - found.low], [found.high - found.loss]]
+        axes.errorbar(
+            [trained.weights],
+            [found.loss],
+            np.maximum(reach, 0),
+            color="black",
+            fmt="_",
+            capsize=4,
+            label="predicted",
+        )
+        if found.by_size is not None:
+            alone = [found.by_size.loss(size, trained.tokens) for size in sizes]
+            axes.plot(sizes, alone, color="black", linewidth=1, linestyle="--", label="by size alone")
+        axes.scatter([trained.weights], [trained.loss], marker="*", color="black", s=60, label="trained")
+    axes.set_xscale("log")
+    legend(axes, 8)
+    return figure
+
+
+def draw_budgets(points: Sequence[Point], law: Law, count: int = 5) -> Figure:
+    """Draw the loss by size at equal FLOPs of training, with the best size of each budget."""
+    figure, axes = single(
+        7, 4.8, "Loss at equal FLOPs", "weights outside the token table", "nats a token", grid="both"
+    )
+    costs = [FLOPS * point.weights * point.tokens for point in points]
+    for budget in np.geomspace(min(costs), max(costs), count):
+        best = law.best(float(budget))
+        sizes = best.weights * np.geomspace(1 / 8, 8, 60)
+        losses = [law.loss(size, budget / FLOPS / size) for size in sizes]
+        line = axes.plot(sizes, losses, label=f"{budget:.1e} FLOPs")[0]
+        axes.scatter([best.weights], [best.loss], color=line.get_color(), s=24)
+    axes.set_xscale("log")
+    legend(axes, 8)
+    return figure
+
+
+BYTES = 1_100_000  # of the text, the last tenth apart
+# One depth, since in so few steps a second layer costs more than it gives, and the losses would not fall with
+# size. No run is shorter than 900 steps: before that a loss falls in another way than the law says. Every
+# width reads all of the text, from which the larger model is predicted, and every other one also less of it.
+SHAPE: dict[str, Any] = {"d_head": 8, "rows": 4, "length": 64}
+WHOLE, LARGER = ladder([(1, 16), (1, 24), (1, 32), (1, 48), (1, 64)], [850_000], (1, 128), **SHAPE)
+RUNGS = [*ladder([(1, 16), (1, 32), (1, 64)], [240_000, 450_000], (1, 128), **SHAPE)[0], *WHOLE]
+HELD_OUT = 40_000  # bytes that every model is measured on
+BEYOND = "four times as large"
+ARMS = {f"width {rung.d_model}, {rung.tokens // 1000}k tokens": asdict(rung) for rung in RUNGS}
+
+
+@functools.cache
+def embedded() -> tuple[Tensor, Tensor]:
+    """Return the bytes of an embedded text to learn from, and those held out."""
+    ids = torch.from_numpy(np.frombuffer(prose(characters=BYTES).encode()[:BYTES], np.uint8).copy())
+    cut = len(ids) * 9 // 10
+    return ids[:cut], ids[cut : cut + HELD_OUT]
+
+
+def run_scaling(rung: dict[str, Any], setting: Conditions) -> Numbers:
+    """Train one model of the ladder, each byte read once."""
+    shorter = Rung(**{**rung, "tokens": setting.steps(rung["tokens"])})
+    return asdict(train_rung(shorter, *embedded(), 256, setting.seed, setting.device))
+
+
+def predicted(trials: Mapping[str, Sequence[Numbers]], seed: int) -> tuple[list[Point], Prediction, Point]:
+    """Return the ladder of one seed, what it says of the larger model, and what that came to."""
+    points = {arm: Point(*(numbers[seed][name] for name in FIGURES)) for arm, numbers in trials.items()}
+    trained = points.pop(BEYOND)
+    return list(points.values()), predict([*points.values()], trained.weights, trained.tokens), trained
+
+
+@dataclass(frozen=True)
+class Predicts(Claim):
+    """That the loss of the larger model is what the ladder says, up to a share of `by`."""
+
+    def differences(self, trials: Mapping[str, Sequence[Numbers]]) -> list[float]:
+        """Return the relative errors of the predictions."""
+        seeds = (predicted(trials, seed) for seed in range(len(trials[BEYOND])))
+        return [trained.loss / prediction.loss - 1 for _, prediction, trained in seeds]
+
+    def verdict(self, low: float, high: float) -> Verdict:
+        """Return the verdict that an interval of the mean error allows, on either side."""
+        if -self.by < low and high < self.by:
+            return "supported"
+        return "not supported" if low > self.by or high < -self.by else "undecided"
+
+    def explain(self, judged: Judged) -> str:
+        """Return how far the prediction was off, in one sentence."""
+        return judged.numbers("loss: trained versus predicted is", "+.2%")
+
+
+def law_of(findings: Findings) -> Figure:
+    """Draw the ladder of the first seed, its law, and the larger model."""
+    return draw_law(*predicted(findings.trials, 0))
+
+
+def budgets_of(findings: Findings) -> Figure:
+    """Draw the loss by size at equal FLOPs, by the law of the first seed."""
+    points, prediction, _ = predicted(findings.trials, 0)
+    return draw_budgets(points, prediction.law)
+
+
+FIGURES = {
+    "weights": "outside the token table",
+    "tokens": "bytes read, each once",
+    "loss": "nats a byte on unseen text",
+}
+SCALING = Experiment(
+    title="Scaling laws",
+    question="Does a ladder of small models predict the loss of one four times as large?",
+    arms={**ARMS, BEYOND: asdict(LARGER)},
+    run=run_scaling,
+    claims={
+        "The ladder predicts the larger model within 2 %.": Predicts(
+            "loss", next(iter(ARMS)), BEYOND, by=0.02
+        ),
+        "More text helps the largest of the ladder.": Claim(
+            "loss", "width 64, 850k tokens", "width 64, 240k tokens"
+        ),
+    },
+    figures=FIGURES,
+    pictures=(
+        Picture("law", "Loss by size and text", "", "", figure="loss", drawn_by=law_of),
+        Picture("budgets", "Loss at equal FLOPs", "", "", figure="loss", drawn_by=budgets_of),
+    ),
+    seconds=13.0,
+    setup={
+        "rate": "0.02 / sqrt(width)",
+        "layers": 1,
+        "batch": SHAPE["rows"],
+        "length": SHAPE["length"],
+        "text": f"{BYTES:,} bytes of prose",
+    },
+)

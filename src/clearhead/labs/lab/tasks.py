@@ -1,6 +1,5 @@
 """Experiments on tasks: the three families, pooling, distillation, tokenizers."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,20 +12,20 @@ from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
 from clearhead.hub.tokens import TokenKind, TokensPlan
 from clearhead.hub.tokens.training import GENERATOR, train_tokenizer
+from clearhead.inside.inputs import device_of
 from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.labs.lab.learning import (
     USUAL,
     Text,
     Training,
-    device_of,
-    held_out_loss,
-    language_model,
     logits_of,
     loss_curve,
-    next_loss,
+    moved,
     prose,
+    small_model,
     text,
     train,
+    train_on_text,
 )
 from clearhead.learn.data.corpora import CORPORA
 
@@ -43,18 +42,9 @@ WANTED: dict[str, Callable[[Tensor], Tensor]] = {
 def model_of(family: str) -> Transformer:
     """Return a model of a family, of about one size."""
     layers = {"n_layers": 1, "n_encoder_layers": 1} if family == "encoder-decoder" else {"n_layers": 2}
-    return Transformer(
-        ModelConfig(
-            family=family,  # type: ignore[arg-type]
-            vocab_size=N_SYMBOLS + 1,
-            d_model=64,
-            n_heads=4,
-            max_positions=2 * LENGTH + 2,
-            d_ff=128,
-            head="lm" if family != "encoder" else "mlm",
-            **layers,  # type: ignore[arg-type]
-        )
-    )
+    size = {"vocab_size": N_SYMBOLS + 1, "max_positions": 2 * LENGTH + 2, "d_ff": 128, **layers}
+    head = "lm" if family != "encoder" else "mlm"
+    return Transformer(small_model(**size, family=family, head=head, positions="learned"))
 
 
 def answers(model: Transformer, rows: Tensor, wanted: Tensor) -> Tensor:
@@ -65,37 +55,35 @@ def answers(model: Transformer, rows: Tensor, wanted: Tensor) -> Tensor:
     """
     rows, count = rows[:, :-1], wanted.shape[1]
     begin = torch.full_like(wanted[:, :1], BEGIN)
-    fed = torch.cat([begin, wanted[:, :-1]], dim=1)
+    written = torch.cat([begin, wanted[:, :-1]], dim=1)
     if model.config.family == "encoder-decoder":
-        return logits_of(model, fed, source=rows)
+        return logits_of(model, written, source=rows)
     if model.config.family == "encoder":
-        fed = begin.expand(-1, count)
-    return logits_of(model, torch.cat([rows, fed], dim=1))[:, -count:]
+        written = begin.expand(-1, count)
+    return logits_of(model, torch.cat([rows, written], dim=1))[:, -count:]
 
 
 def run_families(family: str, setting: Conditions) -> Numbers:
     """Train a family on each task from scratch; measure whole answers that are right, or the loss."""
-    found: Numbers = {}
+    numbers: Numbers = {}
     for name, target in WANTED.items():
         torch.manual_seed(setting.seed)
         model = model_of(family)
 
         def loss_of(model: nn.Module, rows: Tensor, target: Callable[[Tensor], Tensor] = target) -> Tensor:
-            wanted = target(rows.cpu()).to(rows.device)
+            wanted = target(rows)
             logits = answers(model, rows, wanted)  # type: ignore[arg-type]
             return nnf.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
-        found[f"curve of {name}"] = loss_curve(
-            model, lambda generator: draw_rows(generator).to(setting.device), loss_of, FAMILIES_PLAN, setting
-        )
+        numbers[f"curve of {name}"] = loss_curve(model, draw_rows, loss_of, FAMILIES_PLAN, setting)
         rows = draw_rows(torch.Generator().manual_seed(1), 256).to(setting.device)
-        wanted = target(rows.cpu()).to(rows.device)
+        wanted = target(rows)
         with torch.no_grad():
             logits = answers(model.eval(), rows, wanted)
         right = (logits.argmax(-1) == wanted).all(1).float().mean()
         surprise = nnf.cross_entropy(logits.flatten(0, 1), wanted.flatten())
-        found[name] = float(surprise if name == "continue" else right)
-    return found
+        numbers[name] = float(surprise if name == "continue" else right)
+    return numbers
 
 
 def draw_rows(generator: torch.Generator, batch: int = FAMILIES_PLAN.batch) -> Tensor:
@@ -108,23 +96,15 @@ FAMILIES = Experiment(
     question="How does each family do on the task that it is made for, and on those of the others?",
     arms={name: name for name in ("encoder", "decoder", "encoder-decoder")},
     run=run_families,
-    claims=(
-        Claim("A decoder can label a text too.", "majority", "encoder", "decoder", -0.1),
-        Claim(
-            "An encoder-decoder reverses no worse than a decoder.",
-            "reverse",
-            "decoder",
-            "encoder-decoder",
-            -0.1,
+    claims={
+        "A decoder can label a text too.": Claim("majority", "encoder", "decoder", -0.1),
+        "An encoder-decoder reverses no worse than a decoder.": Claim(
+            "reverse", "decoder", "encoder-decoder", -0.1
         ),
-        Claim(
-            "Where a text can go on in two ways, symbols that are filled in all at once do not agree.",
-            "continue",
-            "decoder",
-            "encoder",
-            0.2,
+        "Where a text can go on in two ways, symbols that are filled in all at once do not agree.": Claim(
+            "continue", "decoder", "encoder", 0.2
         ),
-    ),
+    },
     figures={
         "majority": "share of rows whose majority, odd or even, is named",
         "reverse": "share of rows that are reversed without a fault",
@@ -145,8 +125,8 @@ POOLED = Training(steps=300, batch=32, length=NAMES)
 
 def labelled() -> tuple[Tensor, Tensor, int]:
     """Return names [N, T], padded with 0 and begun with 1, their classes [N], and how many there are."""
-    found: Any = CORPORA["unicode-names"].load()
-    pairs: list[tuple[str, str]] = [(one.text, one.label) for one in found]
+    named: Any = CORPORA["unicode-names"].load()
+    pairs: list[tuple[str, str]] = [(row.text, row.label) for row in named]
     letters = {
         letter: 2 + number for number, letter in enumerate(sorted({x for name, _ in pairs for x in name}))
     }
@@ -162,28 +142,22 @@ def run_pooling(pooling: str, setting: Conditions) -> Numbers:
     """Train a classifier of names of characters that reads off the first token, or off the mean."""
     rows, classes, count = labelled()
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
-    held, kept = order[:1000], order[1000:]
-    model = Transformer(
-        ModelConfig(family="encoder", vocab_size=int(rows.max()) + 1, d_model=64, n_layers=2, n_heads=4,
-                    max_positions=NAMES + 1, n_classes=count, pooling=pooling)  # type: ignore[arg-type]
-    )  # fmt: skip
+    held_out, kept = order[:1000], order[1000:]
+    size = {"vocab_size": int(rows.max()) + 1, "max_positions": NAMES + 1, "n_classes": count}
+    model = Transformer(small_model(**size, family="encoder", pooling=pooling, positions="learned"))
 
-    def pick(generator: torch.Generator) -> Tensor:
-        return kept[torch.randint(len(kept), (POOLED.batch,), generator=generator)]
+    def draw(generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        chosen = kept[torch.randint(len(kept), (POOLED.batch,), generator=generator)]
+        return rows[chosen], classes[chosen]
 
-    def scored(model: nn.Module, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        given = rows[chosen].to(setting.device)
-        return logits_of(model, given, mask=given > 0), classes[chosen].to(setting.device)
+    def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nnf.cross_entropy(logits_of(model, batch[0], mask=batch[0] > 0), batch[1])
 
-    curve = loss_curve(
-        model, pick, lambda model, chosen: nnf.cross_entropy(*scored(model, chosen)), POOLED, setting
-    )
+    curve = loss_curve(model, draw, loss_of, POOLED, setting)
+    ids, wanted = moved((rows[held_out], classes[held_out]), setting.device)
     with torch.no_grad():
-        logits, wanted = scored(model.eval(), held)
-    return {
-        "accuracy": float((logits.argmax(-1) == wanted).float().mean()),
-        "curve": curve,
-    }
+        right = logits_of(model.eval(), ids, mask=ids > 0).argmax(-1) == wanted
+    return {"accuracy": float(right.float().mean()), "curve": curve}
 
 
 POOLING = Experiment(
@@ -191,7 +165,9 @@ POOLING = Experiment(
     question="Should a classifier read the first token, or the mean of all?",
     arms={"class token": "cls", "mean": "mean"},
     run=run_pooling,
-    claims=(Claim("The mean is learned sooner than a class token.", "accuracy", "class token", "mean", 0.0),),
+    claims={
+        "The mean is learned sooner than a class token.": Claim("accuracy", "class token", "mean", 0.0),
+    },
     figures={"accuracy": "share of unseen names of characters whose general category is found"},
     pictures=(Picture("loss", "Loss while training", "step", "nats", curve="curve"),),
     seconds=30,
@@ -210,14 +186,14 @@ SOFT, HARD, COSINE = 5.0, 2.0, 1.0  # weights of the three parts
 
 def masked_model(n_layers: int) -> ModelConfig:
     """Return the config of an encoder of characters, with one id more for what is masked."""
-    return language_model(family="encoder", head="mlm", n_layers=n_layers, vocab_size=len(text().letters) + 1)
+    return small_model(family="encoder", head="mlm", n_layers=n_layers, vocab_size=text().vocab_size + 1)
 
 
 def draw_masked(generator: torch.Generator, held_out: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Draw ids with some masked [B, T], the true characters [B, T], and which are masked [B, T]."""
     rows = text().windows(generator, USUAL.batch, USUAL.length, held_out)[:, :-1]
     masked = torch.rand(rows.shape, generator=generator) < MASKED
-    return rows.masked_fill(masked, len(text().letters)), rows, masked
+    return rows.masked_fill(masked, text().vocab_size), rows, masked
 
 
 def run_distillation(arm: str, setting: Conditions) -> Numbers:
@@ -230,17 +206,17 @@ def run_distillation(arm: str, setting: Conditions) -> Numbers:
         copy_layers(student, teacher)
 
     def taught_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        ids, wanted, masked = (one.to(setting.device) for one in batch)
-        found = model(ids)
+        ids, wanted, masked = batch
+        output = model(ids)
         with torch.no_grad():
             guide = teacher(ids)
         soft = nnf.kl_div(
-            (found.required_logits[masked] / WARMTH).log_softmax(-1),
+            (output.required_logits[masked] / WARMTH).log_softmax(-1),
             (guide.required_logits[masked] / WARMTH).softmax(-1),
             reduction="batchmean",
         )
-        hard = nnf.cross_entropy(found.required_logits[masked], wanted[masked])
-        apart = 1 - nnf.cosine_similarity(found.hidden, guide.hidden, dim=-1).mean()
+        hard = nnf.cross_entropy(output.required_logits[masked], wanted[masked])
+        apart = 1 - nnf.cosine_similarity(output.hidden, guide.hidden, dim=-1).mean()
         return SOFT * WARMTH**2 * soft + HARD * hard + COSINE * apart
 
     loss_of = masked_loss if arm == "alone" else taught_loss
@@ -251,7 +227,7 @@ def run_distillation(arm: str, setting: Conditions) -> Numbers:
 
 def masked_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
     """Return the mean cross-entropy of the masked characters."""
-    ids, wanted, masked = (one.to(device_of(model)) for one in batch)
+    ids, wanted, masked = batch
     return nnf.cross_entropy(model(ids).required_logits[masked], wanted[masked])
 
 
@@ -260,18 +236,19 @@ def unseen_masked_loss(model: nn.Module) -> float:
     """Return the loss of masked characters of text that was not trained on, in nats."""
     generator, training = torch.Generator().manual_seed(1), model.training
     model.eval()
-    losses = [float(masked_loss(model, draw_masked(generator, held_out=True))) for _ in range(8)]
+    batches = [moved(draw_masked(generator, held_out=True), device_of(model)) for _ in range(8)]
+    losses = [float(masked_loss(model, batch)) for batch in batches]
     model.train(training)
     return sum(losses) / len(losses)
 
 
 def copy_layers(student: Transformer, teacher: Transformer) -> None:
     """Give the student the teacher's tables, and every second of its layers."""
-    found = teacher.state_dict()
-    kept = {name: value for name, value in found.items() if ".blocks." not in name}
+    weights = teacher.state_dict()
+    kept = {name: value for name, value in weights.items() if ".blocks." not in name}
     for number in range(len(student.main.blocks)):
         old, new = f".blocks.{2 * number}.", f".blocks.{number}."
-        kept |= {name.replace(old, new): value for name, value in found.items() if old in name}
+        kept |= {name.replace(old, new): value for name, value in weights.items() if old in name}
     student.load_state_dict(kept)
 
 
@@ -280,16 +257,12 @@ DISTILLATION = Experiment(
     question="Does a small encoder learn more from a larger one than from the text alone?",
     arms={name: name for name in ("alone", "taught", "taught, begun from the teacher")},
     run=run_distillation,
-    claims=(
-        Claim("A teacher's probabilities help.", "loss", "taught", "alone", 0.0),
-        Claim(
-            "Half of the teacher's layers are a good start.",
-            "loss",
-            "taught, begun from the teacher",
-            "taught",
-            0.0,
+    claims={
+        "A teacher's probabilities help.": Claim("loss", "taught", "alone", 0.0),
+        "Half of the teacher's layers are a good start.": Claim(
+            "loss", "taught, begun from the teacher", "taught", 0.0
         ),
-    ),
+    },
     figures={"loss": "nats a masked character of unseen text", "teacher": "the same of the teacher"},
     pictures=(
         Picture("loss", "Loss of the student on unseen text", "step", "nats a character", curve="curve"),
@@ -327,18 +300,17 @@ def run_tokenizers(arm: tuple[TokenKind, int | None], setting: Conditions) -> Nu
     parts = whole[:cut], whole[cut:]
     tokenizer = train_tokenizer([parts[0]], TokensPlan(kind=kind, vocab_size=size), GENERATOR, len(whole))
     train, held_out = (torch.tensor(tokenizer.encode(part, add_special_tokens=False).ids) for part in parts)
-    corpus = Text(train, held_out, "")
-    model = Transformer(language_model(vocab_size=tokenizer.get_vocab_size()))
-    draw = functools.partial(corpus.windows, batch=USUAL.batch, length=USUAL.length)
-    curve = loss_curve(model, draw, next_loss, USUAL, setting)
+    vocab_size = tokenizer.get_vocab_size()
+    model, corpus = Transformer(small_model(vocab_size=vocab_size)), Text(train, held_out, vocab_size)
+    numbers = train_on_text(model, USUAL, setting, corpus=corpus)
     size_of = len(parts[1].encode()) / len(held_out)  # bytes of a token
-    bits = held_out_loss(model, USUAL, corpus=corpus) / math.log(2)
+    bits = numbers["loss"] / math.log(2)
     return {
+        **numbers,
         "bits a byte": bits / size_of,
         "bits a token": bits,
         "bytes a token": size_of,
-        "parameters": sum(one.numel() for one in model.parameters()),
-        "curve": [[step, loss / math.log(2) / size_of] for step, loss in curve],
+        "curve": [[step, loss / math.log(2) / size_of] for step, loss in numbers["curve"]],
     }
 
 
@@ -347,18 +319,15 @@ TOKENIZERS = Experiment(
     question="Which pieces of text does a model learn from best, at equal steps?",
     arms=TOKENIZER_ARMS,
     run=run_tokenizers,
-    claims=(
-        Claim(
-            "Larger pieces need fewer bits for the same text.", "bits a byte", "BPE, 2,048 tokens", "bytes"
+    claims={
+        "Larger pieces need fewer bits for the same text.": Claim(
+            "bits a byte", "BPE, 2,048 tokens", "bytes"
         ),
-        Claim(
-            "The loss of a token says the opposite, which is why tokenizers are not compared by it.",
-            "bits a token",
-            "bytes",
-            "BPE, 2,048 tokens",
+        "The loss of a token says the opposite, which is why tokenizers are not compared by it.": Claim(
+            "bits a token", "bytes", "BPE, 2,048 tokens"
         ),
-        Claim("Merges cover more text with a token than bytes.", "bytes a token", "bytes", "BPE, 512 tokens"),
-    ),
+        "Merges cover more text with a token than bytes.": Claim("bytes a token", "bytes", "BPE, 512 tokens"),
+    },
     figures={
         "bits a byte": "bits that the model needs for a byte of unseen text",
         "bits a token": "the same for a token",

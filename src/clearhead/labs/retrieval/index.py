@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from clearhead.errors import CheckpointError, InputError, refuse, refusing
+from clearhead.errors import CheckpointError, InputError, refuse, refuse_unknown, refusing
 from clearhead.hub.files import locked_folder, read_json, write_bytes, write_text
 from clearhead.labs.retrieval.passages import (
     WORDS,
@@ -119,7 +119,7 @@ class Index:
             not self.manifest["complete"],
             f"{folder} was not finished: give the command `clearhead index` again, it goes on from there",
         )
-        old = [one["file"] for one in self.manifest["sources"] if not _source(one).is_current()]
+        old = [source["file"] for source in self.manifest["sources"] if not _source(source).is_current()]
         refuse(
             old and not stale,
             f"{', '.join(old[:3])}{' and more' if len(old) > 3 else ''} changed after {folder} was made: "
@@ -149,7 +149,7 @@ class Index:
 
     @cached_property
     def _read(self) -> tuple[list[tuple[str, IndexPart]], Vectors]:
-        entries = [(one["file"], part) for one in self.manifest["sources"] for part in one["parts"]]
+        entries = [(source["file"], part) for source in self.manifest["sources"] for part in source["parts"]]
         vectors = np.empty((len(self), len(self.manifest["probes"][0])), np.float32)
         parts, start = list[tuple[str, IndexPart]](), 0
         for file, entry in entries:
@@ -179,8 +179,8 @@ class Index:
     def search_all(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[list[Hit]]:
         """Return the k nearest passages of each query, as `rank` finds them."""
         return [
-            [Hit(self.passage(number), score) for number, score in found.items()]
-            for found in self.rank(queries, k, by)
+            [Hit(self.passage(number), score) for number, score in ranked.items()]
+            for ranked in self.rank(queries, k, by)
         ]
 
     def rank(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[dict[int, float]]:
@@ -191,7 +191,7 @@ class Index:
         `passage` does that.
         """
         refuse(k < 1, f"k {k} must be 1 or more")
-        refuse(by not in get_args(By), f"by {by!r} is not known: choose from {', '.join(get_args(By))}")
+        refuse_unknown("by", by, get_args(By))
         refuse(not all(query.strip() for query in queries), "a query is empty: write what to look for")
         if by == "meaning":
             return self._by_meaning(queries, k)
@@ -217,12 +217,12 @@ class Index:
         return [best(bm25(self.postings, query), k, TINY) for query in queries]
 
     def _by_meaning(self, queries: Sequence[str], k: int) -> list[dict[int, float]]:
-        asked = embedded(self.model, queries, "query")  # Q D
+        vectors = embedded(self.model, queries, "query")  # Q D
         if self.graph is not None:
-            proposed = zip(asked, search_hnsw(self.graph, asked, k))
-            exact = ((found, best(self.vectors[found] @ row, k)) for row, found in proposed)
-            return [{found[at]: score for at, score in scores.items()} for found, scores in exact]
-        return nearest_rows(asked, self.vectors, k)
+            proposed = zip(vectors, search_hnsw(self.graph, vectors, k))
+            exact = ((rows, best(self.vectors[rows] @ row, k)) for row, rows in proposed)
+            return [{rows[at]: score for at, score in scores.items()} for rows, scores in exact]
+        return nearest_rows(vectors, self.vectors, k)
 
 
 def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage"]) -> Vectors:
@@ -230,8 +230,8 @@ def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage
     known = model.sentences.prompts if model.sentences is not None else {}
     prompt = next((name for name in PROMPTS[side] if name in known), None)
     vectors = model.embed(list(texts), prompt=prompt).numpy()
-    made: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    return made
+    unit: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+    return unit
 
 
 # Building ---------------------------------------------------------------------------------------------------
@@ -264,25 +264,25 @@ def build_index(
     if nearest == "hnsw":
         hnsw_library()  # refused before anything is embedded
     with locked_folder(folder, "clearhead index", lambda line: warnings.warn(line, stacklevel=2)):
-        before = _manifest(folder) if (folder / MANIFEST).exists() else None
+        before = _manifest(folder) if (folder / MANIFEST).exists() else {}
         refuse(
-            before is None and any(folder.glob("[!.]*")),
-            f"{folder} exists and is no index: name another folder",
+            not before and any(folder.glob("[!.]*")), f"{folder} exists and is no index: name another folder"
         )
-        given = [str(file) for file in files] or (before or {}).get("given", [])
-        refuse(not given, f"no files were named, and {folder} is no index yet: name files or folders of text")
+        named_files = [str(file) for file in files] or before.get("given", [])
+        refuse(
+            not named_files,
+            f"no files were named, and {folder} is no index yet: name files or folders of text",
+        )
         if model is None:
-            refuse(
-                before is None, f"{folder} is no index yet, so it needs an embedder: name a model directory"
-            )
-            model = load_model(str((before or {})["model"]))
-        if before is not None:
+            refuse(not before, f"{folder} is no index yet, so it needs an embedder: name a model directory")
+            model = load_model(before["model"])
+        if before:
             _fitting(model, before, folder)
-        words = words or (before or {}).get("words")
-        read = list(_read_all(find_files(given), words, skip, folder, model))
+        words = words or before.get("words")
+        read = list(_read_all(find_files(named_files), words, skip, folder, model))
         total, done, sources = sum(len(passages) for _, passages in read), 0, []
-        refuse(not total, f"there is no text in {', '.join(given[:3])}: name files of text")
-        _tell_cut(model, [one.text for _, passages in read for one in passages], words)
+        refuse(not total, f"there is no text in {', '.join(named_files[:3])}: name files of text")
+        _tell_cut(model, [passage.text for _, passages in read for passage in passages], words)
         manifest = before or _empty(folder, model, words)
         for source, passages in read:
             parts = []
@@ -292,9 +292,9 @@ def build_index(
                 on_passages("embedding", done, total)
             sources.append({**asdict(source), "parts": parts})
         entries = [part for source in sources for part in source["parts"]]
-        wanted = nearest == "hnsw" or (nearest is None and (before or {}).get("graph"))
+        wanted = nearest == "hnsw" or (nearest is None and before.get("graph"))
         graph = _graph(folder, entries) if wanted else None
-        facts = {"given": given, "words": words, "sources": sources, "graph": graph, "complete": True}
+        facts = {"given": named_files, "words": words, "sources": sources, "graph": graph, "complete": True}
         write_text(folder / MANIFEST, json.dumps(manifest | facts))
         named = {entry["name"] for entry in [*entries, *([graph] if graph else [])]}
         for path in (folder / PARTS).iterdir():
@@ -322,9 +322,7 @@ def _read_all(
             continue  # the index itself lies among its files
         try:
             file, passages = read_passages(path, words or WORDS)
-            whole = (
-                words is not None or ".jsonl" in path.suffixes
-            )  # what is one passage by its file stays one
+            whole = words is not None or ".jsonl" in path.suffixes  # one passage by its file stays one
             yield file, passages if whole else _halved(model, passages)
         except InputError as error:
             refuse(not skip, f"{error}; leave it out, or skip what cannot be read (--skip-unreadable)")
@@ -333,16 +331,16 @@ def _read_all(
 
 def _halved(model: Model, passages: Sequence[IndexedPassage]) -> list[IndexedPassage]:
     """Return passages that the embedder reads whole: longer ones are cut in halves, as often as it takes."""
-    made, lengths = list[IndexedPassage](), _lengths(model, [one.text for one in passages])
+    halved, lengths = list[IndexedPassage](), _lengths(model, [passage.text for passage in passages])
     for passage, length in zip(passages, lengths):
         words = passage.text.split()
         if length <= model.max_length or len(words) == 1:
-            made.append(passage)
+            halved.append(passage)
         else:
             middle = (len(words) + 1) // 2
             halves = (words[:middle], words[middle:])
-            made += _halved(model, [replace(passage, text=" ".join(half)) for half in halves])
-    return made
+            halved += _halved(model, [replace(passage, text=" ".join(half)) for half in halves])
+    return halved
 
 
 def _lengths(model: Model, texts: Sequence[str]) -> list[int]:
@@ -367,14 +365,14 @@ def _tell_cut(model: Model, texts: Sequence[str], words: int | None) -> None:
 def _part(folder: Path, model: Model, embedder: str, passages: Sequence[IndexedPassage]) -> dict[str, Any]:
     """Write the part of some passages, where it is not there yet; return its entry in the manifest."""
     rows = [
-        json.dumps({"text": one.text, "line": one.line, "name": one.name}).encode() + b"\n"
-        for one in passages
+        json.dumps({"text": passage.text, "line": passage.line, "name": passage.name}).encode() + b"\n"
+        for passage in passages
     ]
     blob = b"".join(rows)
     name = hashlib.sha256(embedder.encode() + blob).hexdigest()[:24] + ".safetensors"
     path = folder / PARTS / name
     if not path.exists():
-        texts = [one.text for one in passages]
+        texts = [passage.text for passage in passages]
         arrays = {
             "vectors": embedded(model, texts, "passage"),
             **{f"postings.{key}": value for key, value in post(texts)._asdict().items()},
@@ -400,14 +398,14 @@ def _graph(folder: Path, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     refuse(not path.exists(), f"{folder} is no index: make one by `clearhead index FILES --out {folder}`")
-    found = read_json(path)
+    manifest = read_json(path)
     known = {"version", "model", "embedder", "probes", "words", "given", "sources", "complete"}
     refuse(
-        found.get("version") != VERSION or not known <= found.keys(),
+        manifest.get("version") != VERSION or not known <= manifest.keys(),
         f"{path} is not the manifest of an index of version {VERSION}: make the index again",
         CheckpointError,
     )
-    return found
+    return manifest
 
 
 def _source(entry: dict[str, Any]) -> IndexedFile:
@@ -416,8 +414,8 @@ def _source(entry: dict[str, Any]) -> IndexedFile:
 
 def _fitting(model: Model, manifest: dict[str, Any], folder: Path) -> Model:
     """Return the embedder, or refuse one that gives other vectors than the index has."""
-    stored, found = np.array(manifest["probes"], np.float32), embedded(model, PROBES, "passage")
-    other = stored.shape != found.shape or float(np.abs(stored - found).max()) > AGREE
+    stored, own = np.array(manifest["probes"], np.float32), embedded(model, PROBES, "passage")
+    other = stored.shape != own.shape or float(np.abs(stored - own).max()) > AGREE
     refuse(
         other,
         f"{model.folder} embeds otherwise than the model that made {folder}, {manifest['model']}: "

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clearhead.errors import InputError, refuse
-from clearhead.learn.data.files import NAME_ENCODING, UTF8, encoding_of, read_pieces
+from clearhead.learn.data.files import NAME_ENCODING, UTF8, encoding_of, read_blocks
 
 WORDS = 150  # of a passage of plain text, at most
 
@@ -73,23 +73,23 @@ class IndexedFile:
         """Return True if the file still holds the same bytes."""
         path = Path(self.file)
         try:
-            found = path.stat()
-            if (found.st_size, found.st_mtime_ns) == (self.size, self.changed):
+            stat = path.stat()
+            if (stat.st_size, stat.st_mtime_ns) == (self.size, self.changed):
                 return True
-            return found.st_size == self.size and _digest(path.read_bytes()) == self.digest
+            return stat.st_size == self.size and _digest(path.read_bytes()) == self.digest
         except OSError:
             return False
 
 
 def find_files(given: Sequence[str | Path]) -> list[Path]:
     """Return the files that are named, and those in the folders that are, hidden ones left out."""
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for path in map(Path, given):
         refuse(not path.exists(), f"{path} does not exist: name files or folders of text")
-        inside = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
-        found |= {one: None for one in inside if not path.is_dir() or not one.name.startswith(".")}
-    refuse(not found, f"there is no file in {', '.join(map(str, given)) or 'nothing'}: name files of text")
-    return list(found)
+        inside = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+        paths |= {file: None for file in inside if not path.is_dir() or not file.name.startswith(".")}
+    refuse(not paths, f"there is no file in {', '.join(map(str, given)) or 'nothing'}: name files of text")
+    return list(paths)
 
 
 def read_passages(path: Path, words: int = WORDS) -> tuple[IndexedFile, list[IndexedPassage]]:
@@ -99,7 +99,7 @@ def read_passages(path: Path, words: int = WORDS) -> tuple[IndexedFile, list[Ind
     """
     try:
         raw, stat, encoding = path.read_bytes(), path.stat(), encoding_of(path)
-        text = "".join(read_pieces(path, encoding))
+        text = "".join(read_blocks(path, encoding))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except InputError as error:  # an index has no setting for it
@@ -107,8 +107,8 @@ def read_passages(path: Path, words: int = WORDS) -> tuple[IndexedFile, list[Ind
     if encoding != UTF8:
         warnings.warn(f"{path} is not UTF-8: read as {encoding}", stacklevel=2)
     jsonl = ".jsonl" in path.suffixes
-    found = _objects(path, text) if jsonl else _paragraphs(path, text, words)
-    return IndexedFile(str(path), _digest(raw), len(raw), stat.st_mtime_ns), list(found)
+    passages = _objects(path, text) if jsonl else _paragraphs(path, text, words)
+    return IndexedFile(str(path), _digest(raw), len(raw), stat.st_mtime_ns), list(passages)
 
 
 def _objects(path: Path, text: str) -> Iterator[IndexedPassage]:
@@ -172,7 +172,7 @@ def before_prompt(
             return whole, hits[:count]
     refuse(
         hits,
-        f"no passage fits before the prompt: there is room for {max(most, 0)} tokens beside the answer: "
+        f"no passage fits before the prompt: there is room for {max(most, 0)} tokens next to the answer: "
         "shorten the prompt or the answer (max new tokens), or index with fewer --words",
     )
     return prompt, []

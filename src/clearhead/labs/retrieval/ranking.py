@@ -106,17 +106,19 @@ def best(scores: NDArray[Any], k: int, lowest: float = -np.inf) -> dict[int, flo
     return dict(zip(order.tolist(), scores[order].tolist()))
 
 
-def nearest_rows(asked: NDArray[np.float32], vectors: NDArray[np.float32], k: int) -> list[dict[int, float]]:
-    """Return the k rows of vectors [N, D] with the largest products with each of asked [Q, D], as `best`."""
-    known, found = torch.from_numpy(vectors), list[dict[int, float]]()
+def nearest_rows(
+    queries: NDArray[np.float32], vectors: NDArray[np.float32], k: int
+) -> list[dict[int, float]]:
+    """Return the k rows of vectors [N, D] with the largest dot products with each query [Q, D], as `best`."""
+    known, rankings = torch.from_numpy(vectors), list[dict[int, float]]()
     step = max(1, SCORES // max(1, len(known)))
-    for start in range(0, len(asked), step):
-        scores = torch.from_numpy(asked[start : start + step]) @ known.T  # Q N, on all threads, as is `topk`
+    for start in range(0, len(queries), step):
+        scores = torch.from_numpy(queries[start : start + step]) @ known.T  # Q N, on all threads
         most = scores.topk(min(k + 1, len(known)))  # one more, to see what equals the last
         for place, (values, rows) in enumerate(zip(most.values.tolist(), most.indices.tolist())):
             alike = len({*values}) < len(values)  # `topk` returns equal ones in any order
-            found.append(best(scores[place].numpy(), k) if alike else dict(zip(rows[:k], values[:k])))
-    return found
+            rankings.append(best(scores[place].numpy(), k) if alike else dict(zip(rows[:k], values[:k])))
+    return rankings
 
 
 def fuse(rankings: Sequence[dict[int, float]]) -> dict[int, float]:
@@ -125,7 +127,7 @@ def fuse(rankings: Sequence[dict[int, float]]) -> dict[int, float]:
     for ranking in rankings:
         for rank, number in enumerate(ranking, start=1):
             total[number] = total.get(number, 0.0) + 1 / (FUSED + rank)
-    return dict(sorted(total.items(), key=lambda one: (-one[1], one[0])))
+    return dict(sorted(total.items(), key=lambda ranked: (-ranked[1], ranked[0])))
 
 
 # HNSW -----------------------------------------------------------------------------------------------------
@@ -151,11 +153,11 @@ def read_hnsw(raw: bytes) -> Any:
     return hnsw_library().restore(raw)
 
 
-def search_hnsw(graph: Any, asked: NDArray[np.float32], k: int) -> list[list[int]]:
+def search_hnsw(graph: Any, queries: NDArray[np.float32], k: int) -> list[list[int]]:
     """Return at least k passages, or all, that may be nearest to each vector [Q, D]."""
     most = min(max(2 * k, SEARCHING), len(graph))
     graph.expansion_search = most
-    return [sorted(graph.search(row, most).keys.tolist()) for row in asked]
+    return [sorted(graph.search(row, most).keys.tolist()) for row in queries]
 
 
 def hnsw_library() -> Any:

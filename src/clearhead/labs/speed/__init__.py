@@ -2,5 +2,5 @@
 
 jobs        what is timed: first token, decoding, reading, a training step; and the least that it can take
 peers       the same jobs in clearhead, transformers, sentence-transformers, CTranslate2 and llama.cpp
-compare     all programs in turn, as one report
+compare     all programs, alternating, as one report
 """

@@ -1,4 +1,4 @@
-"""Time a model here beside what else is installed, job by job, the programs taking turns."""
+"""Time a model on this machine next to what else is installed, job by job, the programs alternating."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
-from clearhead.core.transformer import evaluating
-from clearhead.errors import InputError, first_line, nearest, refuse
+from clearhead.errors import first_line, refuse, refuse_unknown
+from clearhead.inside.long_text import timed
 from clearhead.inside.results import Result
 from clearhead.labs.speed.jobs import (
     KINDS,
@@ -18,13 +18,13 @@ from clearhead.labs.speed.jobs import (
     Machine,
     SpeedJob,
     SpeedSizes,
+    bytes_read,
     jobs_of,
     measure_machine,
-    timed,
-    weight_bytes,
 )
 from clearhead.labs.speed.peers import OURS, PEERS, Rival, Run, check_answer, opened, ours
 from clearhead.run.api import Model
+from clearhead.variants.contexts import evaluating
 
 PATIENCE = 20.0  # seconds of a first run after which one more is enough
 ABOVE_LIMIT = "above the limit"
@@ -88,36 +88,37 @@ def compare(
         kinds: "first" (token), "decode", "read", "train".
         sizes: tokens of the prompt, new tokens, rows of a batch.
         peers: names of `PEERS`; None: all that are installed.
-        rounds: runs of each program, in turn, after one to warm up; the median counts.
+        rounds: runs of each program, alternating, after one to warm up; the median counts.
         on_progress: called with a stage, how much of it is done, and how much there is.
     """
     sizes = sizes or SpeedSizes()
     refuse(rounds < 1, f"rounds is {rounds}: at least one is needed")
     refuse(min((sizes.prompt, sizes.new, *sizes.batches)) < 1, "prompt, new and batches are 1 at least")
     for name in peers or ():
-        if name not in PEERS:
-            known = ", ".join(PEERS)
-            raise InputError(f'"{name}" is no program to compare with{nearest(name, PEERS)}: {known}')
+        refuse_unknown("program", name, PEERS)
     weight = next(m.model.parameters())
     with evaluating(m.model):
         jobs = jobs_of(m, tuple(kinds), sizes)
         longest = max(job.ids.shape[1] + job.new for job in jobs)
         programs, notes = [ours(m)], []
-        for found in opened(m, None if peers is None else tuple(peers), longest):
-            programs.append(found) if isinstance(found, Rival) else notes.append(found)
-        measured = partial(measure_machine, weight.device, weight.dtype, weight_bytes(m))
+        for opened_or_why in opened(m, None if peers is None else tuple(peers), longest):
+            if isinstance(opened_or_why, Rival):
+                programs.append(opened_or_why)
+            else:
+                notes.append(opened_or_why)
+        measured = partial(measure_machine, weight.device, weight.dtype, bytes_read(m))
         machine, tried = measured(), []
         try:
             for number, job in enumerate(jobs):
                 on_progress("measuring", number, len(jobs))
-                tried.append([_tried(one, job, weight.device) for one in programs])
-                _repeat(job, tried[-1], rounds, weight.device)
+                tried.append(_warmed_up(programs, job, weight.device))
+                _repeat(tried[-1], rounds)
             on_progress("measuring", len(jobs), len(jobs))
         finally:
-            for one in programs:
-                one.close()
+            for program in programs:
+                program.close()
         machine = machine.best(measured())
-    rows = tuple(_judged(job, [one for one in some if one], machine) for job, some in zip(jobs, tried))
+    rows = tuple(_judged(job, attempts, machine) for job, attempts in zip(jobs, tried))
     return SpeedReport(machine, rows, tuple(notes))
 
 
@@ -127,68 +128,69 @@ class Attempt:
 
     program: str
     run: Run
+    job: SpeedJob
+    device: torch.device
     answer: object = None
     seconds: list[float] = field(default_factory=list)
     fault: str = ""
 
-    def time(self, job: SpeedJob, device: torch.device) -> float:
-        """Return the seconds of one run, whose answer shows that it did the job."""
+    def time(self) -> None:
+        """Add the seconds of one run, whose answer shows that it did the job.
+
+        What another program raises is its fault, and the others go on.
+        """
         answers: list[object] = []
-        took = timed(lambda: answers.append(self.run()), device)
-        check_answer(job, answers[0])
-        self.answer = answers[0]
-        return took
+        try:
+            took = timed(lambda: answers.append(self.run()), self.device)
+            check_answer(self.job, answers[0])
+        except Exception as error:
+            if self.program == OURS:
+                raise
+            self.fault = first_line(error)
+        else:
+            self.answer = answers[0]
+            self.seconds.append(took)
 
 
-def _tried(one: Rival, job: SpeedJob, device: torch.device) -> Attempt | None:
-    """Run a program once, to warm up; None where it has no such job."""
-    run = one.runs(job)
-    attempt = None if run is None else Attempt(one.name, run)
-    if attempt is not None:
-        _timed_or_fault(attempt, job, device)
-    return attempt
+def _warmed_up(programs: Sequence[Rival], job: SpeedJob, device: torch.device) -> list[Attempt]:
+    """Run each program that has such a job once."""
+    runs = ((program.name, program.runs(job)) for program in programs)
+    attempts = [Attempt(name, run, job, device) for name, run in runs if run is not None]
+    for attempt in attempts:
+        attempt.time()
+    return attempts
 
 
-def _repeat(job: SpeedJob, attempts: Sequence[Attempt | None], rounds: int, device: torch.device) -> None:
-    """Run all programs in turn, so many times; the time of the first run, which warmed up, goes."""
-    able = [one for one in attempts if one is not None and not one.fault]
-    slow = max(one.seconds.pop() for one in able) > PATIENCE
+def _repeat(attempts: Sequence[Attempt], rounds: int) -> None:
+    """Run all programs alternately, so many times; the time of the first run, which warmed up, goes."""
+    able = [attempt for attempt in attempts if not attempt.fault]
+    slow = max(attempt.seconds.pop() for attempt in able) > PATIENCE
     for _ in range(1 if slow else rounds):
-        for one in able:
-            if not one.fault:
-                _timed_or_fault(one, job, device)
-
-
-def _timed_or_fault(one: Attempt, job: SpeedJob, device: torch.device) -> None:
-    """Add the seconds of one run; what another program raises is its fault, and the others go on."""
-    try:
-        one.seconds.append(one.time(job, device))
-    except Exception as error:
-        if one.program == OURS:
-            raise
-        one.fault = first_line(error)
+        for attempt in able:
+            if not attempt.fault:
+                attempt.time()
 
 
 def _judged(job: SpeedJob, attempts: list[Attempt], machine: Machine) -> JobTimes:
     """Return the times of a job; a program that is quicker than the limit has none."""
     least = machine.least(job.read, job.flops)
     reading = job.read / machine.bandwidth >= job.flops / machine.arithmetic
-    medians = [None if one.fault else statistics.median(one.seconds) for one in attempts]
-    for place, (one, took) in enumerate(zip(attempts, medians)):
+    medians = [None if attempt.fault else statistics.median(attempt.seconds) for attempt in attempts]
+    for number, (attempt, took) in enumerate(zip(attempts, medians)):
         if took is not None and took * ABOVE < least:
-            one.fault = f"{ABOVE_LIMIT}: a run took {took:.2g} s, and the machine needs {least:.2g} s"
-            medians[place] = None
+            attempt.fault = f"{ABOVE_LIMIT}: a run took {took:.2g} s, and the machine needs {least:.2g} s"
+            medians[number] = None
     mine = medians[0]
     timings = tuple(
         Timing(
-            one.program,
+            attempt.program,
             took,
             None if took is None else job.tokens / took,
             None if took is None or mine is None else took / mine,
-            None if one.fault else _same(attempts[0].answer, one.answer),
-            one.fault,
+            None if attempt.fault else _same(attempts[0].answer, attempt.answer),
+            attempt.fault,
         )
-        for one, took in zip(attempts, medians)
+        for attempt, took in zip(attempts, medians)
     )
     share = None if mine is None else least / mine
     bound = "reading" if reading else "arithmetic"
@@ -201,5 +203,5 @@ def _same(ours: object, theirs: object) -> float | None:
         return None
     if not all(isinstance(row, list) and row and isinstance(row[0], int) for row in (*ours, *theirs)):
         return None
-    pairs = [pair for one, other in zip(ours, theirs) for pair in zip(one, other)]
-    return sum(bool(one == other) for one, other in pairs) / len(pairs)
+    pairs = [pair for row, other in zip(ours, theirs) for pair in zip(row, other)]
+    return sum(bool(token == other) for token, other in pairs) / len(pairs)

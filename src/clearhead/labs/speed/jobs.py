@@ -8,17 +8,21 @@ whole numbers, whose limit is not measured: there, reading alone counts.
 
 import math
 import platform
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clearhead.errors import refuse
+from clearhead.inside.long_text import quickest
+from clearhead.inside.quantize import weight_bytes
 from clearhead.inside.results import Result
 from clearhead.run.api import Model
+from clearhead.run.kernels.library import library
+from clearhead.run.kernels.native import NativeLinear
 from clearhead.run.quant.layers import quantized_parts
 from clearhead.variants.costs import Cost, cost
 
@@ -26,7 +30,7 @@ from clearhead.variants.costs import Cost, cost
 # smaller model, a matrix of its size is read as often: caches hold of it what they hold of the model.
 READ = {"cpu": 2**28, "cuda": 2**31}
 WIDTH = {"cpu": 1536, "cuda": 8192}
-REPEATS = 5  # the quickest counts: a busy machine only ever adds
+REPEATS = 25  # the quickest counts: a busy machine only ever adds
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,8 @@ class Machine(Result):
     name: str
     threads: int  # of a processor; 0 on a GPU
     dtype: str
-    bandwidth: float  # bytes per second, of a matrix times a vector
-    arithmetic: float  # operations per second, of a product of two large matrices
+    bandwidth: float  # bytes per second, of the quickest of a few ways to read a matrix
+    arithmetic: float  # operations per second, of a matmul of two large matrices
 
     def least(self, read: float, flops: float) -> float:
         """Return the seconds that reading so many bytes and computing so much take at least."""
@@ -51,48 +55,39 @@ class Machine(Result):
 
 @torch.no_grad()
 def measure_machine(device: torch.device, dtype: torch.dtype, weights: float = math.inf) -> Machine:
-    """Time a matrix times a vector, as large as so many bytes of weights, and a product of two matrices."""
+    """Time how a matrix, as large as so many bytes of weights, is read, and a matmul of two matrices.
+
+    It is read by a product with a vector in PyTorch, by a sum, and on a CPU by our own product: libraries
+    reach half of what the memory gives on some processors, and the limit is what any of them reaches.
+    """
     kind = device.type if device.type in READ else "cpu"
     rows = max(1, int(min(READ[kind], weights)) // (8192 * dtype.itemsize))
     matrix = torch.ones(rows, 8192, dtype=dtype, device=device)
     vector = torch.ones(8192, dtype=dtype, device=device)
     times = max(1, READ[kind] // matrix.nbytes)
 
-    def read_all() -> None:
-        for _ in range(times):
-            torch.mv(matrix, vector)
+    ways: list[Callable[[], Tensor]] = [lambda: torch.mv(matrix, vector), matrix.sum]
+    if device.type == "cpu" and dtype == torch.float32 and library() is not None:
+        layer = nn.Linear(8192, rows, bias=False, device="meta")
+        layer.weight = nn.Parameter(matrix, requires_grad=False)
+        ours = NativeLinear(layer)
+        ways.append(lambda: ours(vector[None]))
 
-    read = quickest(read_all, device)
+    def read_by(way: Callable[[], Tensor]) -> None:
+        for _ in range(times):
+            way()
+
+    read = min(quickest(partial(read_by, way), device, REPEATS) for way in ways)
     left, right = torch.ones(2, WIDTH[kind], WIDTH[kind], dtype=dtype, device=device)
-    product = quickest(lambda: left @ right, device)
+    multiplied = quickest(lambda: left @ right, device, REPEATS)
     on_gpu = device.type == "cuda"
     return Machine(
         torch.cuda.get_device_name(device) if on_gpu else f"CPU {platform.machine()}",
         0 if on_gpu else torch.get_num_threads(),
         str(dtype).removeprefix("torch."),
         times * matrix.nbytes / read,
-        2 * WIDTH[kind] ** 3 / product,
+        2 * WIDTH[kind] ** 3 / multiplied,
     )
-
-
-def quickest(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the quickest of some runs, after one to warm up."""
-    run()
-    return min(timed(run, device) for _ in range(REPEATS))
-
-
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one run, until the device has done it."""
-    _wait(device)
-    start = time.perf_counter()
-    run()
-    _wait(device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # The jobs -------------------------------------------------------------------------------------------------
@@ -129,8 +124,8 @@ class SpeedJob:
 
 
 def jobs_of(m: Model, kinds: tuple[Kind, ...], sizes: SpeedSizes) -> list[SpeedJob]:
-    """Return the jobs that suit a model, of the kinds asked for."""
-    config, made = m.config, []
+    """Return the jobs that suit a model, of these kinds."""
+    config, jobs = m.config, list[SpeedJob]()
     writes = config.head == "lm" and config.family != "encoder"
     room = config.max_positions if config.bounded else max(sizes.prompt, PROMPT) + sizes.new
     prompt, new = min(sizes.prompt, room - 1), min(sizes.new, room - PROMPT)
@@ -139,39 +134,28 @@ def jobs_of(m: Model, kinds: tuple[Kind, ...], sizes: SpeedSizes) -> list[SpeedJ
         f"the model has {room} positions: decoding is timed after {PROMPT} tokens, and has no room",
     )
     if writes and "first" in kinds:
-        made.append(_writing(m, f"first token after {prompt}", "first", 1, prompt, 1))
+        jobs.append(_writing(m, f"first token after {prompt}", "first", 1, prompt, 1))
     if writes and "decode" in kinds:
-        made += [
+        jobs += [
             _writing(m, f"decode {new}, batch {batch}", "decode", batch, PROMPT, new)
             for batch in sizes.batches
         ]
     if not writes and "read" in kinds and config.input != "frames":
-        made.append(_reading(m))
-    if "train" in kinds and config.input == "tokens" and _learns(m):
-        made.append(_training(m))
+        jobs.append(_reading(m))
+    if "train" in kinds and config.input == "tokens" and not quantized_parts(m.model):
+        jobs.append(_training(m))
     if quantized_parts(m.model):
-        made = [replace(job, flops=0.0) for job in made]
-    refuse(not made, f"none of {', '.join(kinds)} suits this model: a model that writes has first and decode")
-    return made
+        jobs = [replace(job, flops=0.0) for job in jobs]
+    refuse(not jobs, f"none of {', '.join(kinds)} suits this model: a model that writes has first and decode")
+    return jobs
 
 
-def _learns(m: Model) -> bool:
-    return not quantized_parts(m.model)
-
-
-def _stored(m: Model) -> list[Tensor]:
-    """Return parameters, and of quantized layers what stands in their place."""
-    parts = quantized_parts(m.model).values()
-    codes = {one.data_ptr(): one for part in parts for one in part.buffers()}  # a table may be the head's
-    return [*m.model.parameters(), *codes.values()]
-
-
-def weight_bytes(m: Model) -> float:
+def bytes_read(m: Model) -> float:
     """Return the bytes of weights that one pass reads; a table of tokens is read where it is the head too."""
     counted, config = cost(m.config, length=1).parameters, m.config
     whole = config.head == "lm" and config.tie_embeddings
     share = (counted.active - (0 if whole else counted.embedding)) / counted.total
-    return share * sum(one.nbytes for one in _stored(m))
+    return share * weight_bytes(m.model)
 
 
 def _priced(m: Model, rows: int, length: int, source: int | None = None) -> Cost:
@@ -193,7 +177,7 @@ def _writing(m: Model, name: str, kind: Kind, rows: int, prompt: int, new: int) 
         name,
         kind,
         rows * new,
-        new * weight_bytes(m) + (new - 1) * cached,
+        new * bytes_read(m) + (new - 1) * cached,
         _least_flops(whole, rows * new),
         _drawn(m, rows, prompt),
         new,
@@ -218,7 +202,7 @@ def _reading(m: Model) -> SpeedJob:
         random = torch.Generator().manual_seed(0)
         pictures = torch.rand(16, config.n_channels, *config.stacks[0].image_size, generator=random)
         figures = cost(config, batch=16)
-        return SpeedJob("16 pictures", "read", 16, weight_bytes(m), figures.flops.forward.total, pictures)
+        return SpeedJob("16 pictures", "read", 16, bytes_read(m), figures.flops.forward.total, pictures)
     refuse(m.tokenizer is None, "the model has no tokenizer: reading is timed on texts; add --tokenizer FILE")
     longest = min(longest, config.max_positions - 2) if config.bounded else longest
     ratio = (longest / shortest) ** (1 / (count - 1))
@@ -229,7 +213,7 @@ def _reading(m: Model) -> SpeedJob:
     texts = tuple(m.tokenizer.decode(row[:n].tolist()) or "a" for row, n in zip(drawn, lengths))
     flops = sum(_priced(m, 1, n).flops.forward.total for n in lengths)
     title = f"{count} texts of {shortest} to {longest} tokens"
-    return SpeedJob(title, "read", sum(lengths), weight_bytes(m), flops, drawn, texts=texts)
+    return SpeedJob(title, "read", sum(lengths), bytes_read(m), flops, drawn, texts=texts)
 
 
 def _training(m: Model) -> SpeedJob:

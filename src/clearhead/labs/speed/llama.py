@@ -58,21 +58,21 @@ def written(reply: Any, prompt: int) -> int:
 
 
 def _answer(pipe: Connection, path: str, length: int, threads: int) -> None:
-    """Open the file, then answer what is asked, until the pipe is closed."""
+    """Open the file, then answer requests, until the pipe is closed."""
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)  # it writes there by itself
     there: Any = importlib.import_module("xllamacpp")
-    given = there.CommonParams()
-    given.model.path, given.n_ctx, given.n_parallel, given.warmup = path, length, 1, False
-    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
-    given.n_gpu_layers, given.verbosity = 0, 0
-    server = there.Server(given)
+    params = there.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = path, length, 1, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.n_gpu_layers, params.verbosity = 0, 0
+    server = there.Server(params)
     pipe.send(None)
     while True:
         try:
-            asked = pipe.recv()
+            request = pipe.recv()
         except EOFError:
             return
         fixed = {"temperature": 0.0, "top_k": 1, "cache_prompt": False, "ignore_eos": True}
-        pipe.send(server.handle_completions(asked | fixed))
+        pipe.send(server.handle_completions(request | fixed))

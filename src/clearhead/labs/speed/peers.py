@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.errors import ClearheadError, refuse
+from clearhead.errors import ClearheadError, first_line, refuse
 from clearhead.inside.checks.independent import their_class
 from clearhead.labs.speed.jobs import SpeedJob
 from clearhead.labs.speed.llama import Llama
@@ -49,10 +49,12 @@ def ours(m: Model) -> Rival:
 
     def runs(job: SpeedJob) -> Run | None:
         if job.kind == "train":
-            return training(m.model, job.ids.to(device), lambda ids: answer_of(m.model(**asked(m, ids))))
+            return training(
+                m.model, job.ids.to(device), lambda ids: answer_of(m.model(**training_arguments(m, ids)))
+            )
         if job.kind != "read":
             rows = job.ids.tolist()
-            return lambda: [one.ids for one in m.generate(rows, job.new, stop_tokens=[])]
+            return lambda: [generation.ids for generation in m.generate(rows, job.new, stop_tokens=[])]
         if not job.texts:
             pictures = list(job.ids.numpy())
             return lambda: (
@@ -64,7 +66,7 @@ def ours(m: Model) -> Rival:
     return Rival(OURS, runs)
 
 
-def asked(m: Model, ids: Tensor) -> dict[str, Tensor]:
+def training_arguments(m: Model, ids: Tensor) -> dict[str, Tensor]:
     """Return the arguments of a pass that learns: an encoder-decoder reads the same row on both sides."""
     return {"ids": ids, "source": ids} if m.config.family == "encoder-decoder" else {"ids": ids}
 
@@ -72,22 +74,22 @@ def asked(m: Model, ids: Tensor) -> dict[str, Tensor]:
 def answer_of(out: Any) -> Tensor:
     """Return the logits of a model's answer, or its states where it has no head."""
     names = ("logits", "hidden", "last_hidden_state")
-    return next(found for name in names if isinstance(found := getattr(out, name, None), Tensor))
+    return next(x for name in names if isinstance(x := getattr(out, name, None), Tensor))
 
 
 def training(model: nn.Module, ids: Tensor, answer: Callable[[Tensor], Tensor]) -> Run:
     """Return a step of AdamW whose rate is zero: all is computed, and the weights stay as they are."""
-    learned = [one for one in model.parameters() if one.requires_grad]
+    learned = [weight for weight in model.parameters() if weight.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=0.0, weight_decay=0.0)
 
     def step() -> float:
         before = model.training
         model.train()
-        found = answer(ids)
-        if found.shape[:2] == ids.shape and found.shape[-1] > int(ids.max()):
-            loss = nnf.cross_entropy(found.float().flatten(0, 1), ids.flatten())
+        output = answer(ids)
+        if output.shape[:2] == ids.shape and output.shape[-1] > int(ids.max()):
+            loss = nnf.cross_entropy(output.float().flatten(0, 1), ids.flatten())
         else:
-            loss = found.float().pow(2).mean()
+            loss = output.float().pow(2).mean()
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -119,10 +121,10 @@ def transformers(m: Model, folder: Path, longest: int) -> Rival:
     import transformers as there
 
     there.logging.disable_progress_bar()
-    weight, found = next(m.model.parameters()), their_class(m)
+    weight = next(m.model.parameters())
     named = {} if folder.is_dir() else {"gguf_file": folder.name}
     where = folder if folder.is_dir() else folder.parent
-    model = found.from_pretrained(where, dtype=weight.dtype, **named).to(weight.device).eval()
+    model = their_class(m).from_pretrained(where, dtype=weight.dtype, **named).to(weight.device).eval()
     twice = m.config.family == "encoder-decoder"
 
     def runs(job: SpeedJob) -> Run | None:
@@ -149,17 +151,17 @@ def _read_there(m: Model, model: Any, job: SpeedJob, pictures: Tensor) -> Run:
 
     @torch.no_grad()
     def read() -> list[Tensor]:
-        found: list[Tensor] = []
+        vectors: list[Tensor] = []
         for start in range(0, len(job.texts), BATCH):
             rows = m.encode(list(job.texts[start : start + BATCH]), m.max_length)
             ids, mask = m.batch(rows)
             out = model(input_ids=ids, attention_mask=mask.long())
             if "last_hidden_state" in out:
                 weights = mask[..., None].to(out.last_hidden_state.dtype)
-                found += (out.last_hidden_state * weights).sum(1) / weights.sum(1)
+                vectors += (out.last_hidden_state * weights).sum(1) / weights.sum(1)
             else:
-                found += answer_of(out)
-        return found
+                vectors += answer_of(out)
+        return vectors
 
     return read
 
@@ -198,9 +200,9 @@ def ctranslate2(m: Model, folder: Path, longest: int) -> Rival:
         rows = [[tokenizer.id_to_token(token) for token in row] for row in job.ids.tolist()]
         if twice:
             lengths = {"max_decoding_length": job.new, "min_decoding_length": job.new, "beam_size": 1}
-            return lambda: [one.hypotheses[0] for one in model.translate_batch(rows, **lengths)]
-        given = {"max_length": job.new, "min_length": job.new, "include_prompt_in_result": False}
-        return lambda: [one.sequences_ids[0] for one in model.generate_batch(rows, **given)]
+            return lambda: [result.hypotheses[0] for result in model.translate_batch(rows, **lengths)]
+        lengths = {"max_length": job.new, "min_length": job.new, "include_prompt_in_result": False}
+        return lambda: [result.sequences_ids[0] for result in model.generate_batch(rows, **lengths)]
 
     return Rival("CTranslate2", runs, converted.cleanup)
 
@@ -253,11 +255,11 @@ def opened(m: Model, names: tuple[str, ...] | None, longest: int) -> Iterator[Ri
             yield f"{name} is left out: the model has no directory"
             continue
         try:
-            said = io.StringIO()  # bars and greetings of other programs
-            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            chatter = io.StringIO()  # bars and greetings of other programs
+            with contextlib.redirect_stdout(chatter), contextlib.redirect_stderr(chatter):
                 rival = open_there(m, m.folder, longest)
             yield rival
         except ClearheadError as error:
             yield f"{name} is left out: {error}"
         except Exception as error:  # whatever another program says of a model it does not know
-            yield f"{name} is left out: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            yield f"{name} is left out: {first_line(error)}"

@@ -68,7 +68,9 @@ class Encoder(NamedTuple):
         """Return the special tokens that the tokenizer's template puts around one text, or around two."""
         tokenizer = self.tokenizer
         candidates = ("a", "e", "0", ".", *tokenizer.get_vocab())
-        text = next((one for one in candidates if tokenizer.encode(one, add_special_tokens=False).ids), None)
+        text = next(
+            (word for word in candidates if tokenizer.encode(word, add_special_tokens=False).ids), None
+        )
         refuse(
             text is None,
             "the tokenizer turns every text into nothing: train another, or name one with tokens.model",
@@ -151,25 +153,15 @@ class Encoded:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What batches are made from.
+    """What batches are made from."""
 
-    Args:
-        encoded: the examples of one side.
-        plan: batch size, packing and what else the recipe says of data.
-        special: ids of special tokens by role: pad, bos, eos, cls, sep, mask.
-        length: the most tokens of a row.
-        seed: of the order of examples and of everything drawn at random.
-        training: True: shuffled in each epoch; False: in one order, every example exactly once.
-        cut_left: whether a text that is too long loses its beginning (`truncation_side: left`).
-    """
-
-    encoded: Encoded
+    encoded: Encoded  # the examples of one side
     plan: DataPlan
-    special: Mapping[str, int]
-    length: int
-    seed: int
-    training: bool
-    cut_left: bool = False
+    special: Mapping[str, int]  # ids of special tokens by role: pad, bos, eos, cls, sep, mask
+    length: int  # the most tokens of a row
+    seed: int  # of the order of examples and of everything drawn at random
+    training: bool  # True: shuffled in each epoch; False: in one order, every example exactly once
+    cut_left: bool = False  # whether a text that is too long loses its beginning (`truncation_side: left`)
 
     @property
     def pad(self) -> int:
@@ -194,7 +186,7 @@ class Setting:
         """Return how many tokens of a row the frame leaves to the text."""
         refuse(
             self.length <= frame.size,
-            f"rows of {self.length} tokens have no room for {what} beside {frame.size} special tokens: "
+            f"rows of {self.length} tokens have no room for {what} next to {frame.size} special tokens: "
             "raise data.max_length",
         )
         return self.length - frame.size
@@ -216,17 +208,17 @@ def open_or_encode(
     folder: Path, key: str, task: str, encoder: Encoder, columns: Iterator[Columns], sentinels: bool = False
 ) -> Encoded:
     """Return the examples that a cache holds; where it is missing, write what `columns` yields first."""
-    found = _open(folder, key)
-    if found is None:
+    encoded = _open(folder, key)
+    if encoded is None:
         with _new_folder(folder) as work:
             _write_cache(_Files(work), key, task, encoder, columns, sentinels)
-        found = _open(folder, key)
-    if found is None:
+        encoded = _open(folder, key)
+    if encoded is None:
         raise InputError(
             f"the encoded data in {folder} cannot be read back: "
             "check the disk, or set data.cache to another folder"
         )
-    return found
+    return encoded
 
 
 def _write_cache(

@@ -4,8 +4,6 @@ Shapes: B rows, T tokens of a row, S tokens of the source, N tokens of the text.
 """
 
 import math
-from abc import abstractmethod
-from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -14,56 +12,12 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from clearhead.errors import refuse
-from clearhead.learn.batches.batch import IGNORE, Batch, Batches
+from clearhead.learn.batches.batch import IGNORE, OFFSET, Batch, FixedRows, generator
 from clearhead.learn.batches.encoding import Setting
-from clearhead.learn.batches.ragged import Ints, Stretches, blank, frame_rows, lay, pack, ragged, tensor
+from clearhead.learn.batches.ragged import Ints, Stretches, blank, frame_rows, lay, pack, ragged
 
 CHECKED = 2**20  # tokens looked at together
-ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two purposes share theirs
 MASKED, REPLACED = 0.8, 0.1  # of the tokens chosen for masking; the others stay as they are
-
-
-def generator(seed: int, purpose: int, number: int) -> np.random.Generator:
-    """Return a generator that follows from the seed, its purpose, and the number of the epoch or batch."""
-    return np.random.default_rng((seed % 2**64, purpose, number))
-
-
-class FixedRows(Batches):
-    """Rows of one length.
-
-    Training batches all have the same size: one that begins at the end of an epoch continues into the next.
-    """
-
-    def __init__(self, n_rows: int, rows: int, seed: int, training: bool) -> None:
-        self.n_rows, self.rows = n_rows, min(rows, n_rows)
-        self.per_epoch = math.ceil(n_rows / self.rows)
-        self.seed, self.training = seed, training
-        self.order = lru_cache(maxsize=2)(self._order)  # a batch may need two epochs
-
-    def _order(self, epoch: int) -> Ints:
-        return generator(self.seed, ORDER, epoch).permutation(self.n_rows)
-
-    def at(self, index: int) -> Batch:
-        """See `Batches.at`."""
-        random = generator(self.seed, BATCH, index)
-        if not self.training:
-            start = index % self.per_epoch * self.rows
-            return self._build(
-                self.positions(0, np.arange(start, min(start + self.rows, self.n_rows))), random
-            )
-        epoch, start = divmod(index * self.rows, self.n_rows)
-        positions = self.positions(epoch, self.order(epoch)[start : start + self.rows])
-        if missing := self.rows - len(positions):
-            positions = np.append(positions, self.positions(epoch + 1, self.order(epoch + 1)[:missing]))
-        return self._build(positions, random)
-
-    def positions(self, epoch: int, numbers: Ints) -> Ints:
-        """Return where the rows with these numbers are in this epoch."""
-        return numbers
-
-    @abstractmethod
-    def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
-        """Make the batch of the rows at these positions."""
 
 
 class TextWindows(FixedRows):
@@ -117,9 +71,9 @@ class TextWindows(FixedRows):
     def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
         rows, lengths = self.read(positions)
         real = np.arange(rows.shape[1] - 1) < lengths[:, None] - 1
-        mask = None if real.all() else tensor(real)
-        targets = rows[:, 1:] if mask is None else np.where(real, rows[:, 1:], IGNORE)
-        return Batch(tensor(rows[:, :-1]), tensor(targets), mask, numbers=tensor(positions))
+        targets = np.where(real, rows[:, 1:], IGNORE)
+        mask = None if real.all() else real
+        return Batch.of(ids=rows[:, :-1], targets=targets, mask=mask, numbers=positions)
 
 
 class MaskedWindows(TextWindows):
@@ -146,9 +100,9 @@ class MaskedWindows(TextWindows):
         lengths = np.minimum(self.width, len(self.ids) - positions)
         rows, mask = blank(lengths + self.frame.size, self.pad)
         frame_rows(self.frame, [Stretches(self.ids, positions, lengths)], rows)
-        free = self.hideable[rows] & (True if mask is None else mask.numpy())
+        free = self.hideable[rows] & (True if mask is None else mask)
         seen, targets = mask_tokens(rows, free, self.share, self.mask_id, self.ordinary, random)
-        return Batch(tensor(seen), tensor(targets), mask, numbers=tensor(positions))
+        return Batch.of(ids=seen, targets=targets, mask=mask, numbers=positions)
 
 
 class NoisyWindows(TextWindows):
@@ -203,12 +157,44 @@ class NoisyWindows(TextWindows):
             decoder[chosen, 1 : taken + 1] = missing
             targets[chosen, :taken] = missing
             targets[chosen, taken] = self.eos
-        return Batch(
-            tensor(decoder), tensor(targets), mask, tensor(source), source_mask, numbers=tensor(positions)
-        )
+        sides = {"source": source, "source_mask": source_mask}
+        return Batch.of(ids=decoder, targets=targets, mask=mask, numbers=positions, **sides)
 
 
-class PackedDocuments(FixedRows):
+class PackedRows(FixedRows):
+    """Chunks packed into rows of T tokens, none of which sees another; the targets of each go with it."""
+
+    def __init__(self, setting: Setting, inputs: Stretches, targets: Stretches) -> None:
+        self.inputs, self.targets, self.pad, self.width = inputs, targets, setting.pad, setting.length
+        row_of, n_rows = pack(inputs.lengths, self.width)
+        self.members = np.argsort(row_of, kind="stable")  # chunks, row after row
+        self.row_starts = np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows)))
+        super().__init__(n_rows, setting.rows(self.width), setting.seed, setting.training)
+        self.waste = 1 - float(inputs.lengths.sum()) / (n_rows * self.width)
+
+    def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
+        counts = np.diff(self.row_starts)[positions]  # chunks of each row
+        row, number = ragged(counts)
+        chunk = self.members[self.row_starts[positions][row] + number]
+        inputs, targets = self.inputs.take(chunk), self.targets.take(chunk)
+        before = np.cumsum(inputs.lengths) - inputs.lengths  # tokens of the chunks before each
+        at = before - before[np.cumsum(counts) - counts][row]  # the column at which each begins
+        ids = np.full((len(positions), self.width), self.pad, dtype=np.int64)
+        wanted = np.full_like(ids, IGNORE)
+        documents = np.repeat(counts[:, None] - 1, self.width, axis=1)  # padding counts with the last one
+        lay(ids, at, inputs, row)
+        lay(wanted, at, targets, row)
+        lay(documents, at, Stretches(np.repeat(number, inputs.lengths), before, inputs.lengths), row)
+        self.begin(ids, row, at, chunk)
+        tokens = np.bincount(row, weights=inputs.lengths, minlength=len(positions))
+        real = np.arange(self.width) < tokens[:, None]
+        return Batch.of(ids=ids, targets=wanted, mask=real, documents=documents, numbers=positions)
+
+    def begin(self, ids: Ints, row: Ints, at: Ints, chunk: Ints) -> None:
+        """Change the first token of chunks, which begin in these rows and columns of `ids` [B, T]."""
+
+
+class PackedDocuments(PackedRows):
     """Whole documents packed into rows of T tokens, none of which sees another.
 
     Longer ones are cut into windows. Each document begins with the bos token, so that its first token is a
@@ -217,37 +203,18 @@ class PackedDocuments(FixedRows):
 
     def __init__(self, setting: Setting) -> None:
         length, whole = setting.length, setting.encoded.stretches("ids")
-        self.ids, self.pad, self.width = whole.values, setting.pad, length
         self.bos = setting.need("bos", "isolated packing")
         documents, window = ragged((whole.lengths + length - 1) // length)
-        self.starts = whole.starts[documents] + window * length  # of each chunk: its first target
+        starts = whole.starts[documents] + window * length  # of each chunk: its first target
         self.first = window == 0
-        self.lengths = np.minimum(length, (whole.starts + whole.lengths)[documents] - self.starts)
-        row_of, n_rows = pack(self.lengths, length)
-        self.members = np.argsort(row_of, kind="stable")  # chunks, row after row
-        self.row_starts = np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows)))
-        super().__init__(n_rows, setting.rows(length), setting.seed, setting.training)
-        self.waste = 1 - len(self.ids) / (n_rows * length)
+        lengths = np.minimum(length, (whole.starts + whole.lengths)[documents] - starts)
+        targets = Stretches(whole.values, starts, lengths)
+        super().__init__(setting, targets._replace(starts=starts - 1), targets)
 
-    def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
-        counts = np.diff(self.row_starts)[positions]  # documents of each row
-        row, number = ragged(counts)
-        chunk = self.members[self.row_starts[positions][row] + number]
-        lengths = self.lengths[chunk]
-        before = np.cumsum(lengths) - lengths  # tokens of the chunks before each
-        position = np.repeat(self.starts[chunk] - before, lengths) + np.arange(
-            lengths.sum()
-        )  # of each target
-        inputs = self.ids[position - 1]
-        inputs[before[self.first[chunk]]] = self.bos
-        # Pieces fill each row from the left, in order.
-        real = np.arange(self.width) < np.bincount(row, weights=lengths)[:, None]
-        ids = np.full(real.shape, self.pad, dtype=np.int64)
-        targets = np.full_like(ids, IGNORE)
-        documents = np.repeat(counts[:, None] - 1, self.width, axis=1)  # padding counts with the last one
-        ids[real], targets[real], documents[real] = inputs, self.ids[position], np.repeat(number, lengths)
-        more = {"mask": tensor(real), "documents": tensor(documents), "numbers": tensor(positions)}
-        return Batch(tensor(ids), tensor(targets), **more)
+    def begin(self, ids: Ints, row: Ints, at: Ints, chunk: Ints) -> None:
+        """Begin each document with bos; what was there is the end of the document before it."""
+        first = self.first[chunk]
+        ids[row[first], at[first]] = self.bos
 
 
 # What a batch hides from the model --------------------------------------------------------------------------
@@ -311,5 +278,5 @@ def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Gen
 
 def _parts(n: int, total: int, parts: int, random: np.random.Generator) -> Ints:
     """Draw `n` ways to write `total` as a sum of `parts` numbers of 1 or more, uniformly: [n, parts]."""
-    places: NDArray[Any] = np.argsort(random.random((n, total - 1)), axis=1)[:, : parts - 1] + 1
-    return np.diff(np.sort(places, axis=1), axis=1, prepend=0, append=total)
+    cuts: NDArray[Any] = np.argsort(random.random((n, total - 1)), axis=1)[:, : parts - 1] + 1
+    return np.diff(np.sort(cuts, axis=1), axis=1, prepend=0, append=total)

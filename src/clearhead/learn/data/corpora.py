@@ -22,12 +22,12 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from clearhead.errors import MissingExtraError, nearest, refuse
-from clearhead.learn.data.examples import IMAGES, LABELS, PAIRS, TEXT, Labelled, Pair, Shape
+from clearhead.learn.data.examples import Chunk, Labelled, Pair, Picture, RowType
 from clearhead.learn.data.files import listing
 from clearhead.learn.data.pictures import Pictures
 from clearhead.learn.data.plan import DataPlan
 
-Documents: TypeAlias = Callable[[], Iterable[Iterable[str]]]  # each document in pieces
+Documents: TypeAlias = Callable[[], Iterable[Iterable[str]]]  # each document in chunks
 Content: TypeAlias = Documents | list[Pair] | list[Labelled] | Pictures
 
 
@@ -36,15 +36,13 @@ class Embedded(NamedTuple):
 
     name: str
     sentence: str  # what it is
-    shape: Shape
+    row: RowType
     load: Callable[[], Content]
 
 
 # The standard library --------------------------------------------------------------------------------------
 
-_LEFT_OUT = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload")
-)
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib-dynload"}
 
 
 def library_files() -> list[Path]:
@@ -157,11 +155,11 @@ def _dates(count: int = 20_000) -> list[Pair]:
     """Return dates of two centuries in many written forms, all unambiguous, and as ISO 8601."""
     draw = random.Random(0)
     first, last = datetime.date(1900, 1, 1).toordinal(), datetime.date(2099, 12, 31).toordinal()
-    found: dict[str, str] = {}
-    while len(found) < count:
+    pairs: dict[str, str] = {}
+    while len(pairs) < count:
         date = datetime.date.fromordinal(draw.randint(first, last))
-        found.setdefault(write_date(date, draw.choice(_FORMS)), date.isoformat())
-    return [Pair(source, target) for source, target in found.items()]
+        pairs.setdefault(write_date(date, draw.choice(_FORMS)), date.isoformat())
+    return [Pair(source, target) for source, target in pairs.items()]
 
 
 def write_date(date: datetime.date, form: str) -> str:
@@ -190,12 +188,14 @@ CORPORA: dict[str, Embedded] = {
     corpus.name: corpus
     for corpus in (
         Embedded(
-            "stdlib-docs", "English prose: the docstrings of Python's standard library", TEXT, _library_docs
+            "stdlib-docs", "English prose: the docstrings of Python's standard library", Chunk, _library_docs
         ),
-        Embedded("stdlib-code", "Python: the source of the standard library", TEXT, _library_code),
-        Embedded("unicode-names", "names of characters and their general category", LABELS, _character_names),
-        Embedded("dates", "dates in many written forms, to be written as ISO 8601", PAIRS, _dates),
-        Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", IMAGES, _digits),
+        Embedded("stdlib-code", "Python: the source of the standard library", Chunk, _library_code),
+        Embedded(
+            "unicode-names", "names of characters and their general category", Labelled, _character_names
+        ),
+        Embedded("dates", "dates in many written forms, to be written as ISO 8601", Pair, _dates),
+        Embedded("digits", "handwritten digits of 8 x 8 pixels, from scikit-learn", Picture, _digits),
     )
 }
 

@@ -20,20 +20,19 @@ import numpy as np
 from clearhead.errors import InputError, refuse
 from clearhead.learn.data import corpora, formats, pictures, tables
 from clearhead.learn.data.examples import (
-    IMAGES,
-    LABELS,
-    PAIRS,
-    TAGS,
-    TEXT,
+    Chunk,
     Corpus,
     Example,
     Images,
+    Labelled,
+    Pair,
+    Picture,
     Rows,
-    Shape,
+    RowType,
+    Tagged,
 )
 from clearhead.learn.data.files import digest, encoding_notes
-from clearhead.learn.data.headers import MISSING
-from clearhead.learn.data.layout import Layout, check_roles, lay_out
+from clearhead.learn.data.layout import MISSING, Layout, check_roles, lay_out
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.split import (
     Stream,
@@ -55,14 +54,11 @@ Placed = tuple[str, Example]  # a row with its place for messages
 Sides = tuple[Rows, Rows, tuple[str, ...], int]  # training, validation, names of classes, bytes to train on
 
 
-def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True) -> Corpus:
-    """Open the data that a plan names.
+def open_corpus(plan: DataPlan, wanted: RowType | None = None, split: bool = True) -> Corpus:
+    """Open the data that a plan names; what it leaves open is detected, each time with a note.
 
-    Args:
-        plan: formats, columns and the split are guessed where it leaves them open, each with a note.
-        wanted: the shape of examples that the task needs; None: guessed.
-        split: False: all examples are to validate on, none to train on; of pictures with a validation part,
-            that part.
+    `wanted` is the class of examples that the task needs. Without `split` all examples are to validate on,
+    none to train on; of pictures with a validation part, that part.
     """
     refuse(
         not plan.paths,
@@ -79,7 +75,7 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
     first, more = source.files[0], others.files if others else ()
     fingerprint = digest([*source.files, *more], _settings(plan), source.format, str(len(source.files)))
     if source.format in PICTURES:
-        _check_shape(plan, IMAGES, wanted, first)
+        _check_rows(plan, Picture, wanted, first)
         refuse(
             plan.bad_rows == "skip",
             "data.bad_rows=skip is for texts and tables: remove pictures that are damaged",
@@ -89,31 +85,32 @@ def open_corpus(plan: DataPlan, wanted: Shape | None = None, split: bool = True)
             "data.image_size is for training: a trained model prepares pictures by its own settings",
         )
         most, side = plan.max_examples, plan.image_size
-        train, given, notes = pictures.read_pictures(source, most, side, files=not split)
+        train, validation, notes = pictures.read_pictures(source, most, side, files=not split)
         if others is not None:
             side = side if isinstance(train.pixels, list) or not train.cropped else train.pixels.shape[1]
-            given = pictures.read_pictures(others, most, side)[0]
-        names = [*train.names, *(given.names if given else ())]  # folders name the classes: no file does
+            validation = pictures.read_pictures(others, most, side)[0]
+        # Folders name the classes: no file does.
+        names = [*train.names, *(validation.names if validation else ())]
         fingerprint = hashlib.sha256("\0".join([fingerprint, *names]).encode()).hexdigest()
         notes = [*source.notes, *notes]
-        return _corpus(IMAGES, _picture_sides(plan, train, given, notes, split), fingerprint, notes)
-    bad = tables.BadRows(plan.bad_rows == "skip")
+        return _corpus(Picture, _picture_sides(plan, train, validation, notes, split), fingerprint, notes)
+    how = tables.Reading(plan.encoding, plan.bad_rows == "skip")
     encodings = encoding_notes((*source.files, *more), plan.encoding) if source.format != "arrow" else []
-    layout, notes = lay_out(plan, source, wanted, more, bad)
+    layout, notes = lay_out(plan, source, how, wanted, more)
     notes += encodings
-    _check_shape(plan, layout.shape, wanted, first)
-    if layout.shape is TEXT:
+    _check_rows(plan, layout.row, wanted, first)
+    if layout.row is Chunk:
         texts = [_read_text(plan, layout, each.files) for each in (source, others) if each]
         sides = _text_sides(plan, *texts, notes=notes, split=split)
     else:
         with _guessed(layout):
-            rows = _read_rows(plan, layout, source.files, notes, layout.shape.lacking)
-            if layout.shape is LABELS and layout.names and not layout.header:
+            rows = _read_rows(plan, layout, source.files, notes, layout.row.LACKING)
+            if layout.row is Labelled and layout.names and not layout.header:
                 notes += _missed_header([row.names()[0] for _, row in rows])
-            lacking = f"to validate on {layout.shape.lacking}"
+            lacking = f"to validate on {layout.row.LACKING}"
             given_rows = _read_rows(plan, layout, more, notes, lacking) if more else None
-            sides = _row_sides(plan, layout.shape, rows, given_rows, notes, split)
-    return _corpus(layout.shape, sides, fingerprint, [*notes, *bad.notes(sides)])
+            sides = _row_sides(plan, layout.row, rows, given_rows, notes, split)
+    return _corpus(layout.row, sides, fingerprint, [*notes, *how.notes(sides)])
 
 
 @contextmanager
@@ -128,28 +125,28 @@ def _guessed(layout: Layout) -> Iterator[None]:
         raise InputError(f"{error} ({layout.tags.guess}; if that is wrong, {way_out})") from None
 
 
-def _corpus(shape: Shape, sides: Sides, fingerprint: str, notes: Sequence[str]) -> Corpus:
+def _corpus(row_type: RowType, sides: Sides, fingerprint: str, notes: Sequence[str]) -> Corpus:
     train, validation, names, size = sides
     stamp = f"{VERSION}:{fingerprint}"  # a resumed run tells other data from another way of reading it
-    return Corpus(shape.name, train, validation, names, stamp, tuple(notes), size)
+    return Corpus(row_type.PLURAL, train, validation, names, stamp, tuple(notes), size)
 
 
-def place_of(plan: DataPlan, wanted: Shape | None, name: str) -> str:
+def place_of(plan: DataPlan, wanted: RowType | None, name: str) -> str:
     """Return where a label first occurs in the files of a plan; "" for pictures and embedded corpora."""
-    if plan.paths[0] in corpora.CORPORA or wanted is IMAGES:
+    if plan.paths[0] in corpora.CORPORA or wanted is Picture:
         return ""
     source = formats.find_source(plan, plan.paths, wanted)
-    bad = tables.BadRows(plan.bad_rows == "skip")
-    rows = lay_out(plan, source, wanted, bad=bad)[0].examples(source.files)
+    how = tables.Reading(plan.encoding, plan.bad_rows == "skip")
+    rows = lay_out(plan, source, how, wanted)[0].examples(source.files)
     return next((place for place, row in rows if row is not None and name in row.names()), "")
 
 
-def _check_shape(plan: DataPlan, shape: Shape, wanted: Shape | None, what: object) -> None:
-    if wanted is not None and wanted is not shape:
-        raise InputError(f"task {plan.task} needs {wanted.name}, and {what} holds {shape.name}")
+def _check_rows(plan: DataPlan, row_type: RowType, wanted: RowType | None, what: object) -> None:
+    if wanted is not None and wanted is not row_type:
+        raise InputError(f"task {plan.task} needs {wanted.PLURAL}, and {what} holds {row_type.PLURAL}")
     refuse(
-        plan.lowercase not in (False, True) and shape is not PAIRS,
-        f"lowercase {plan.lowercase!r} lowers one side of pairs, and the data holds {shape.name}"
+        plan.lowercase not in (False, True) and row_type is not Pair,
+        f"lowercase {plan.lowercase!r} lowers one side of pairs, and the data holds {row_type.PLURAL}"
         ": set it to true or false",
     )
 
@@ -160,9 +157,8 @@ def _settings(plan: DataPlan) -> str:
     wanted = {name: getattr(plan, name) for name in names}
     wanted |= {"columns": dict(plan.columns), "held": len(plan.validation)}
     wanted |= {"bad_rows": "skip"} if plan.bad_rows == "skip" else {}
-    wanted |= {
-        name: getattr(plan, name) for name in ("image_size", "encoding") if getattr(plan, name) is not None
-    }
+    chosen = {"image_size": plan.image_size, "encoding": plan.encoding}
+    wanted |= {name: value for name, value in chosen.items() if value is not None}
     return json.dumps([VERSION, wanted], sort_keys=True)
 
 
@@ -198,17 +194,17 @@ def _read_rows(
 ) -> list[Placed]:
     """Read the rows of files; a note says how many were left out."""
     read = list(islice(layout.examples(files), plan.max_examples))
-    layout.bad.notes(read)
-    found = [(place, row) for place, row in read if row is not None]
+    layout.how.notes(read)
+    rows = [(place, row) for place, row in read if row is not None]
     refuse(not read, f"{files[0]} is empty: there is no example in it")
     refuse(
-        not found,
-        f"{files[0]}: no row but {tables.counted(len(read), 'row')} {layout.shape.lacking}"
+        not rows,
+        f"{files[0]}: no row but {tables.counted(len(read), 'row')} {layout.row.LACKING}"
         "; choose columns with --set data.columns=...",
     )
-    if len(found) < len(read):
-        notes.append(f"{tables.counted(len(read) - len(found), 'row')} {what} left out")
-    return [(place, row.lowered(plan.lowercase) if plan.lowercase else row) for place, row in found]
+    if len(rows) < len(read):
+        notes.append(f"{tables.counted(len(read) - len(rows), 'row')} {what} left out")
+    return [(place, row.lowered(plan.lowercase) if plan.lowercase else row) for place, row in rows]
 
 
 def _missed_header(labels: Sequence[str]) -> list[str]:
@@ -218,12 +214,12 @@ def _missed_header(labels: Sequence[str]) -> list[str]:
     return [note] if first not in others and len({*labels}) * 2 < len(labels) else []
 
 
-def _open_embedded(plan: DataPlan, embedded: corpora.Embedded, wanted: Shape | None, split: bool) -> Corpus:
+def _open_embedded(plan: DataPlan, embedded: corpora.Embedded, wanted: RowType | None, split: bool) -> Corpus:
     refuse(
         plan.validation,
         f"the corpus {embedded.name} sets apart a share of itself: validation files do not go with it",
     )
-    _check_shape(plan, embedded.shape, wanted, f"the corpus {embedded.name}")
+    _check_rows(plan, embedded.row, wanted, f"the corpus {embedded.name}")
     content, notes = embedded.load(), [f"the embedded corpus {embedded.name}: {embedded.sentence}"]
     parts: Iterable[bytes]
     if isinstance(content, pictures.Pictures):
@@ -234,7 +230,7 @@ def _open_embedded(plan: DataPlan, embedded: corpora.Embedded, wanted: Shape | N
         some: Sequence[Any] = content[: plan.max_examples]
         rows = [("", row.lowered(plan.lowercase) if plan.lowercase else row) for row in some]
         parts = (repr(dataclasses.astuple(row)).encode() for _, row in rows)
-        sides = _row_sides(plan, embedded.shape, rows, None, notes, split)
+        sides = _row_sides(plan, embedded.row, rows, None, notes, split)
     else:
         empty = "the standard library has no sources here"
         whole = stream(content, bool(plan.lowercase), plan.max_examples, empty)
@@ -243,59 +239,57 @@ def _open_embedded(plan: DataPlan, embedded: corpora.Embedded, wanted: Shape | N
     total = hashlib.sha256(_settings(plan).encode())
     for part in parts:
         total.update(hashlib.sha256(part).digest())
-    return _corpus(embedded.shape, sides, total.hexdigest(), notes)
+    return _corpus(embedded.row, sides, total.hexdigest(), notes)
 
 
 # Sides: a share is set apart for validation, unless the user or the data set gives what to validate on ------
 
 
 def _text_sides(
-    plan: DataPlan, whole: Stream, given: Stream | None = None, *, notes: list[str], split: bool
+    plan: DataPlan, whole: Stream, other: Stream | None = None, *, notes: list[str], split: bool
 ) -> Sides:
-    if given is None and split:
+    if other is None and split:
         train, validation, note = split_text(whole, plan.validation_share)
         notes.append(note)
         return train, validation, (), train.size()
     look(whole)
-    if given is None:
+    if other is None:
         return [], whole, (), 0
-    look(given)
-    return whole, given, (), whole.size()
+    look(other)
+    return whole, other, (), whole.size()
 
 
 def _row_sides(
     plan: DataPlan,
-    shape: Shape,
+    row_type: RowType,
     placed: list[Placed],
-    given: list[Placed] | None,
+    validation: list[Placed] | None,
     notes: list[str],
     split: bool,
 ) -> Sides:
     rows = [row for _, row in placed]
     names = [row.names() for row in rows]
-    if shape is LABELS and (split or given):
+    if row_type is Labelled and (split or validation):
         _check_labels([name for own in names for name in own])
     train, test = list[Example](), rows
-    if given:
-        train, test = rows, [row for _, row in given]
-        found = ((place, name) for place, row in given for name in row.names())
-        _check_known(_names(shape, rows), found, "tag" if shape is TAGS else "label")
+    if validation:
+        train, test = rows, [row for _, row in validation]
+        named = ((place, name) for place, row in validation for name in row.names())
+        _check_known(_names(row_type, rows), named, "tag" if row_type is Tagged else "label")
         keys = _keys([*train, *test])
         notes += _shared(keys[: len(train)], keys[len(train) :])
     elif split:
         keys = _keys(rows)
         near = len({key_of(*row.key()) for row in rows}) - len(set(keys))
-        validates = split_keys(keys, plan.validation_share, names if any(names) else ())
-        real = percent(sum(validates) / len(rows))
-        notes.append(f"{real} of the examples for validation, chosen by their content")
+        validates = _chosen(plan, keys, names if any(names) else (), "examples", notes)
         if near:
             notes.append(
                 f"{tables.counted(near, 'near-duplicate')}: like another example but for case, spaces, "
                 "Unicode form or the order of a pair; they stay on one side"
             )
-        train, test = ([row for row, held in zip(rows, validates) if held is side] for side in (False, True))
-    known = _names(shape, [*train, *test])
-    missing = [name for name in known if name.lower() in MISSING] if shape is LABELS else []
+        train, test = ([row for row, own in zip(rows, validates) if own is side] for side in (False, True))
+    known = _names(row_type, [*train, *test])
+    missing = [name for name in known if name.lower() in MISSING] if row_type is Labelled else []
     if missing:
         count = sum(row.names()[0] in missing for row in (*train, *test))
         notes.append(
@@ -304,11 +298,11 @@ def _row_sides(
         )
     if known:
         notes.append(
-            f"{tables.counted(len(known), 'tag' if shape is TAGS else 'class')}: {tables.listed(known)}"
+            f"{tables.counted(len(known), 'tag' if row_type is Tagged else 'class')}: {tables.listed(known)}"
         )
-    if train and shape is LABELS and len(known) * 2 > len(train):
+    if train and row_type is Labelled and len(known) * 2 > len(train):
         notes.append(f"{len(known):,} classes for {len(train):,} examples: is this a label?")
-    words = sum(len(row.names()) for row in train) if shape is TAGS else 0
+    words = sum(len(row.names()) for row in train) if row_type is Tagged else 0
     if words > MANY_WORDS and len(known) * 5 > words:
         notes.append(f"{len(known):,} tags for {words:,} words: is this the column of the tags?")
     both = f"{tables.counted(len(train), 'example')} to train on, {len(test):,} to validate on"
@@ -317,12 +311,16 @@ def _row_sides(
 
 
 def _picture_sides(
-    plan: DataPlan, train: pictures.Pictures, given: pictures.Pictures | None, notes: list[str], split: bool
+    plan: DataPlan,
+    train: pictures.Pictures,
+    validation: pictures.Pictures | None,
+    notes: list[str],
+    split: bool,
 ) -> Sides:
     if not split:
-        given = given or train
-        known = sort_names(given.names)
-        return _numbered(train.take([]), known), _numbered(given, known), known, 0
+        validation = validation or train
+        known = sort_names(validation.names)
+        return _numbered(train.take([]), known), _numbered(validation, known), known, 0
     way_out = "lay out a folder for each class, several pictures in each"
     refuse(
         len(set(train.names)) == 1,
@@ -333,24 +331,22 @@ def _picture_sides(
         f"each of the {len(train.names):,} pictures is of a class of its own"
         f": there is nothing to learn a class from; {way_out}",
     )
-    if given is None:
-        keys, names = train.keys(), [(name,) for name in train.names]
-        validates = np.array(split_keys(keys, plan.validation_share, names))
-        real = percent(float(validates.mean()))
-        notes.append(f"{real} of the pictures for validation, chosen by their content")
-        train, given = (train.take(np.flatnonzero(validates == side)) for side in (False, True))
+    if validation is None:
+        names = [(name,) for name in train.names]
+        validates = np.array(_chosen(plan, train.keys(), names, "pictures", notes))
+        train, validation = (train.take(np.flatnonzero(validates == side)) for side in (False, True))
     else:
-        notes += _shared(train.keys(), given.keys())
+        notes += _shared(train.keys(), validation.keys())
     known = sort_names(train.names)
-    _check_known(known, zip(given.places, given.names), "label")
-    sides = _numbered(train, known), _numbered(given, known)
+    _check_known(known, zip(validation.places, validation.names), "label")
+    sides = _numbered(train, known), _numbered(validation, known)
     size, other = (" x ".join(map(str, part.shape)) for part in sides)
     refuse(
         size != other,
         f"the pictures to train on are {size} and those to validate on {other}: bring all to one size, "
         f"such as --set data.image_size={min(sides[0].shape[:2])}",
     )
-    counts = f"{len(train.names):,} to train on, {len(given.names):,} to validate on"
+    counts = f"{len(train.names):,} to train on, {len(validation.names):,} to validate on"
     notes += [
         f"{tables.counted(len(known), 'class')}: {tables.listed(known)}",
         f"pictures of {size}: {counts}",
@@ -363,17 +359,21 @@ def _numbered(part: pictures.Pictures, names: Sequence[str]) -> Images:
     return Images(part.pixels, np.array([numbers[name] for name in part.names], np.int64), part.cropped)
 
 
+def _chosen(
+    plan: DataPlan, keys: Sequence[int], names: Sequence[Sequence[str]], what: str, notes: list[str]
+) -> list[bool]:
+    """Return for each example whether it validates, with a note."""
+    validates = split_keys(keys, plan.validation_share, names)
+    real = percent(sum(validates) / len(keys))
+    notes.append(f"{real} of the {what} for validation, chosen by their content")
+    return validates
+
+
 def _keys(rows: Sequence[Example]) -> list[int]:
-    """Return a number for each row that near-duplicates share."""
-    pairs = [near_pair(row) for row in rows]
+    """Return a number for each row that near-duplicates share, and so do a pair and the same one swapped."""
+    pairs = [key_of(*sorted(map(normal, pair))) if (pair := row.pair_key()) else None for row in rows]
     keys = [near_key(*row.key()) for row in rows]
     return joined(keys, pairs) if any(pair is not None for pair in pairs) else keys
-
-
-def near_pair(row: Example) -> int | None:
-    """Return a number that a pair and the same one swapped share; None for an example that is no pair."""
-    pair = row.pair_key()
-    return key_of(*sorted(map(normal, pair))) if pair else None
 
 
 def _shared(train: Sequence[int], validation: Sequence[int]) -> list[str]:
@@ -383,9 +383,9 @@ def _shared(train: Sequence[int], validation: Sequence[int]) -> list[str]:
     return [both] if shared else []
 
 
-def _check_known(known: Sequence[str], found: Iterable[tuple[str, str]], noun: str) -> None:
+def _check_known(known: Sequence[str], named: Iterable[tuple[str, str]], noun: str) -> None:
     """Refuse names, given with their places, that the training data does not have."""
-    for place, name in found:
+    for place, name in named:
         if name not in known:
             raise InputError(
                 f"{place}: the {noun} {name!r} does not occur in the training data, "
@@ -406,9 +406,9 @@ def _check_labels(names: Sequence[str]) -> None:
     )
 
 
-def _names(shape: Shape, rows: Iterable[Example]) -> tuple[str, ...]:
+def _names(row_type: RowType, rows: Iterable[Example]) -> tuple[str, ...]:
     names = sort_names({name for row in rows for name in row.names()})
-    return ("O", *(name for name in names if name != "O")) if "O" in names and shape is TAGS else names
+    return ("O", *(name for name in names if name != "O")) if "O" in names and row_type is Tagged else names
 
 
 def sort_names(names: Iterable[str]) -> tuple[str, ...]:

@@ -1,24 +1,26 @@
 """Examples: what files become before any token is counted.
 
-Each class of examples knows how it is read from a record, its texts, its key and its labels, so that no
-caller has to ask which class it holds. A `Shape` names the class and the columns it is read from.
+Each class of examples knows the columns it is read from, its texts, its key and its labels, so that no caller
+has to ask which class it holds.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clearhead.errors import InputError, refuse
+from clearhead.hub.tokens.chat import ASSISTANT, ChatTemplate, answers
 from clearhead.learn.data.tables import Record, shorten
 
 Lowercase = bool | Literal["source", "target"]
-_WHOLE = re.compile(r"-?[0-9]+\.0+")  # how spreadsheets and pandas write integers beside a missing value
+_WHOLE = re.compile(r"-?[0-9]+\.0+")  # how spreadsheets and pandas write integers next to a missing value
 
 
 class Example:
@@ -30,7 +32,29 @@ class Example:
     ASKED: ClassVar[tuple[str, ...]] = ()  # where a text is the answer: the fields that ask for it
     ANSWER: ClassVar[str] = ""  # and the field that holds it
     NAMED: ClassVar[str] = ""  # the field that holds a label or tags
+    # How it is read from a table
+    PLURAL: ClassVar[str] = ""  # what many of them are called
+    NEEDED: ClassVar[tuple[str, ...]] = ()  # roles of columns
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    INSTEAD: ClassVar[tuple[str, ...]] = ()  # roles that may stand in place of those needed
+    LACKING: ClassVar[str] = "with an empty text"  # what rows are that are left out
     __slots__ = ()
+
+    @classmethod
+    def roles(cls) -> tuple[str, ...]:
+        """Return all roles of columns."""
+        return cls.NEEDED + cls.INSTEAD + cls.OPTIONAL
+
+    @classmethod
+    def ordered(cls, columns: Mapping[str, str]) -> dict[str, str]:
+        """Return the columns of this class's roles, in the order of the roles."""
+        return {role: columns[role] for role in cls.roles() if role in columns}
+
+    @classmethod
+    def complete(cls, roles: Iterable[str]) -> bool:
+        """Return True if these roles are enough to read rows from."""
+        known = set(roles)
+        return known.issuperset(cls.NEEDED) or (bool(cls.INSTEAD) and known.issuperset(cls.INSTEAD))
 
     @classmethod
     def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
@@ -89,23 +113,21 @@ def _parts(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return value if isinstance(value, tuple) else (value or "",)
 
 
-class Chunk(NamedTuple):
-    """A piece of a document, at most a million characters, cut after a line or before a space if possible."""
+@dataclass(frozen=True, slots=True)
+class Chunk(Example):
+    """A chunk of a document, at most a million characters, cut after a line or before a space if possible."""
 
+    PLURAL, TEXTS, NEEDED = "text", ("text",), ("text",)
     text: str
-    ends: bool  # whether this is the last piece of its document
-
-    def texts(self) -> tuple[str, ...]:
-        """See `Example.texts`."""
-        return (self.text,)
+    ends: bool  # whether this is the last chunk of its document
 
 
 @dataclass(frozen=True, slots=True)
 class Pair(Example):
     """A source text and its target text."""
 
-    TEXTS, KEY, ASKED, ANSWER = ("source", "target"), ("source",), ("source",), "target"
-    PAIRED = ("source", "target")
+    PLURAL, KEY, ASKED, ANSWER = "pairs", ("source",), ("source",), "target"
+    NEEDED = TEXTS = PAIRED = ("source", "target")
     source: str
     target: str
 
@@ -114,8 +136,8 @@ class Pair(Example):
 class Labelled(Example):
     """A text, or two texts that are read together, and its class."""
 
-    TEXTS, KEY, NAMED = ("text", "pair"), ("text", "pair"), "label"
-    PAIRED = ("text", "pair")
+    PLURAL, NEEDED, OPTIONAL, NAMED = "labels", ("text", "label"), ("pair",), "label"
+    TEXTS = KEY = PAIRED = ("text", "pair")
     text: str
     label: str
     pair: str | None = None
@@ -123,8 +145,7 @@ class Labelled(Example):
     @classmethod
     def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
         """See `Example.read`. A label may be a number or a truth value; 1.0 becomes "1"."""
-        text = record.text(roles["text"]).strip()
-        pair = record.text(roles["pair"]).strip() if "pair" in roles else None
+        text, pair = cls._texts(record, roles)
         value = record.value(roles["label"])
         number = isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value))
         if not (number or (isinstance(value, str) and value.strip())):
@@ -136,12 +157,23 @@ class Labelled(Example):
         label = label.partition(".")[0] if _WHOLE.fullmatch(label) else label
         return cls(text, label, pair) if text else None
 
+    @property
+    def input(self) -> str | tuple[str, str]:
+        """The text, or both texts, as a model takes them."""
+        return self.text if self.pair is None else (self.text, self.pair)
+
+    @staticmethod
+    def _texts(record: Record, roles: Mapping[str, str]) -> tuple[str, str | None]:
+        text, pair = record.text(roles["text"]), record.text(roles["pair"]) if "pair" in roles else None
+        return text.strip(), pair and pair.strip()
+
 
 @dataclass(frozen=True, slots=True)
 class Tagged(Example):
     """The words of a sentence and one tag for each."""
 
-    TEXTS, KEY, NAMED = ("words",), ("words",), "tags"
+    PLURAL, NEEDED, NAMED = "tags", ("words", "tags"), "tags"
+    TEXTS = KEY = ("words",)
     words: tuple[str, ...]
     tags: tuple[str, ...]
 
@@ -157,7 +189,9 @@ class Tagged(Example):
 class Question(Example):
     """A question whose answer stands in a context; questions on one context stay on one side of a split."""
 
-    TEXTS, KEY, ASKED, ANSWER = ("question", "context"), ("context",), ("question", "context"), "answer"
+    PLURAL, NEEDED, OPTIONAL = "questions", ("question", "context", "answer"), ("start",)
+    KEY, ANSWER = ("context",), "answer"
+    TEXTS = ASKED = ("question", "context")
     question: str
     context: str
     answer: str  # "": the context holds none
@@ -170,10 +204,10 @@ class Question(Example):
         answer, start = next(_answers(record, roles), ("", 0))
         if not question or not context.strip():
             return None
-        found = context.find(answer)
-        start = found if start is None else start
+        first = context.find(answer)
+        start = first if start is None else start
         if start < 0 or context[start : start + len(answer)] != answer:
-            where = f"at character {start} of the context, but at {found}" if found >= 0 else "in the context"
+            where = f"at character {start} of the context, but at {first}" if first >= 0 else "in the context"
             raise InputError(f"{record.place}: the answer {shorten(answer)} is not {where}")
         return cls(question, context, answer, start)
 
@@ -201,9 +235,19 @@ def _answers(record: Record, roles: Mapping[str, str]) -> Iterator[tuple[str, in
             start = start.strip().partition(".")[0] if _WHOLE.fullmatch(start.strip()) else start.strip()
             start = int(start) if start.isdecimal() and len(start) < 10 else start or None
         if not isinstance(text, str) or not (start is None or type(start) is int):
-            given = shorten(f"{text}, {start}")
-            raise InputError(f"{record.place}: an answer is text with an integer for its start, not {given}")
+            shown = shorten(f"{text}, {start}")
+            raise InputError(f"{record.place}: an answer is text with an integer for its start, not {shown}")
         yield (text, start) if text else ("", 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Picture(Example):
+    """One picture of `Images`."""
+
+    PLURAL = "images"
+    number: int
+    pixels: NDArray[np.uint8]  # H W C
+    label: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,43 +269,8 @@ class Images:
         return len(self.labels)
 
 
+RowType: TypeAlias = type[Example]
 Rows: TypeAlias = Iterable[Chunk] | Sequence[Example] | Images
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the rows of a data set are, and the columns they are read from."""
-
-    name: str
-    row: type[Example] | None = None  # None: text, which is streamed in chunks, or images
-    needed: tuple[str, ...] = ()  # roles of columns
-    optional: tuple[str, ...] = ()
-    instead: tuple[str, ...] = ()  # roles that may stand in place of those needed
-    lacking: str = "with an empty text"  # what is said of rows that are left out
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """Return all roles of columns."""
-        return self.needed + self.instead + self.optional
-
-    @property
-    def asks(self) -> str:
-        """Return the roles that a file must have, in words."""
-        ways = filter(None, (self.needed, self.instead))
-        return ", or ".join(" and ".join(roles) for roles in ways)
-
-    def complete(self, found: Iterable[str]) -> bool:
-        """Return True if roles are enough to read rows from."""
-        known = set(found)
-        return set(self.needed) <= known or (bool(self.instead) and set(self.instead) <= known)
-
-
-TEXT = Shape("text", needed=("text",))
-PAIRS = Shape("pairs", Pair, ("source", "target"))
-LABELS = Shape("labels", Labelled, ("text", "label"), ("pair",))
-TAGS = Shape("tags", Tagged, ("words", "tags"))
-QUESTIONS = Shape("questions", Question, ("question", "context", "answer"), ("start",))
-IMAGES = Shape("images")
 
 
 @dataclass(frozen=True)
@@ -272,10 +281,184 @@ class Corpus:
     training data.
     """
 
-    shape: str
+    shape: str  # what its rows are, see `Example.PLURAL`
     train: Rows  # text: chunks, read from the files at each iteration; images: `Images`; otherwise a list
     validation: Rows
     labels: tuple[str, ...]  # names of the classes or tags, sorted (tags: O first); () where there are none
     fingerprint: str  # hash of the content and of everything in the plan that changes the examples
     notes: tuple[str, ...]  # one sentence for each guess
     size: int  # bytes of the training text; 0 for images
+
+
+# Conversations and preferences ------------------------------------------------------------------------------
+
+
+Messages = tuple[dict[str, Any], ...]
+# Names of roles in ShareGPT's form -> ours.
+ROLES = {
+    **{"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT},
+    **{"bot": ASSISTANT, "model": ASSISTANT, "system": "system", "tool": "tool", "function": "tool"},
+    **{"observation": "tool", "developer": "developer"},
+}
+FIELDS = ("weight", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
+
+
+class ChatExample(Example):
+    """A row of messages."""
+
+    MESSAGES: ClassVar[tuple[str, ...]]  # fields that hold messages
+    __slots__ = ()
+
+    def texts(self) -> tuple[str, ...]:
+        """See `Example.texts`."""
+        return _texts([message for name in self.MESSAGES for message in getattr(self, name)])
+
+    def asked(self) -> tuple[str, ...]:
+        """Return the last message before the first answer."""
+        return self.key()[-1:]
+
+    def lowered(self, which: Lowercase) -> Self:
+        """See `Example.lowered`."""
+        fields: Any = {name: _lowered(getattr(self, name)) for name in self.MESSAGES}
+        return replace(self, **fields)  # type: ignore[type-var]
+
+    def size(self) -> int:
+        """See `Example.size`."""
+        return sum(len(text.encode()) for text in self.texts())
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation(ChatExample):
+    """Messages in turn, of which those of the assistant are to be learned."""
+
+    PLURAL, NEEDED, INSTEAD = "chats", ("messages",), ("prompt", "completion")
+    OPTIONAL, LACKING = ("input", "system", "tools"), "without an answer to learn from"
+    MESSAGES = ("messages",)
+    messages: Messages
+    tools: Any = None
+    place: str = field(default="", compare=False)  # for messages
+
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """See `Example.read`; None where there is no answer to learn from."""
+        messages = _asked(record, roles)
+        if "messages" in roles:
+            messages += _messages(record, roles["messages"])
+        else:
+            messages += _messages(record, roles["completion"], ASSISTANT)
+        return cls(messages, _tools(record, roles), record.place) if answers(messages) else None
+
+    def rendered(self, template: ChatTemplate) -> list[str]:
+        """Return the texts that the conversation is learned from."""
+        return [text for text, _ in template.learned(self.messages, self.tools)]
+
+    def key(self) -> tuple[str, ...]:
+        """Return what is said before the first answer, see `Example.key`."""
+        return _texts(self.messages[: answers(self.messages)[0]])
+
+
+@dataclass(frozen=True, slots=True)
+class Preference(ChatExample):
+    """A prompt, the answer that was chosen, and the one that was rejected."""
+
+    PLURAL, NEEDED = "preferences", ("chosen", "rejected")
+    OPTIONAL, LACKING = ("prompt", "input", "system", "tools"), "without two different answers"
+    MESSAGES = ("prompt", "chosen", "rejected")
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages
+    tools: Any = None
+    place: str = field(default="", compare=False)
+
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """See `Example.read`; None where an answer is empty, or both are the same."""
+        prompt = _asked(record, roles)
+        chosen, rejected = (_messages(record, roles[role], ASSISTANT) for role in ("chosen", "rejected"))
+        if not prompt:  # both hold the whole conversation
+            same = next((n for n, (a, b) in enumerate(zip(chosen, rejected)) if a != b), len(chosen))
+            prompt, chosen, rejected = chosen[:same], chosen[same:], rejected[same:]
+        refuse(not prompt, f"{record.place} has two answers and nothing that they answer: add a prompt")
+        turns = [answers((*prompt, *reply)) for reply in (chosen, rejected)]
+        both = all(numbers and numbers[-1] >= len(prompt) for numbers in turns)
+        different = both and chosen != rejected
+        return cls(prompt, chosen, rejected, _tools(record, roles), record.place) if different else None
+
+    def rendered(self, template: ChatTemplate) -> list[str]:
+        """Return the texts of both conversations."""
+        whole = ((*self.prompt, *answer) for answer in (self.chosen, self.rejected))
+        return [text for messages in whole for text, _ in template.learned(messages, self.tools)]
+
+    def key(self) -> tuple[str, ...]:
+        """Return the prompt, see `Example.key`."""
+        return _texts(self.prompt)
+
+
+def _tools(record: Record, roles: Mapping[str, str]) -> Any:
+    """Return the tools that may be called, as far as there are any."""
+    return _parsed(record.cells.get(roles["tools"])) or None if "tools" in roles else None
+
+
+def _asked(record: Record, roles: Mapping[str, str]) -> Messages:
+    """Return the system message and the prompt, with what belongs to it, as far as there are any."""
+    system, prompt, extra = (
+        record.cells.get(roles[role]) if role in roles else None for role in ("system", "prompt", "input")
+    )
+    lead: Messages = ({"role": "system", "content": system},) if isinstance(system, str) and system else ()
+    if prompt is None:
+        return lead
+    messages = _messages(record, roles["prompt"], "user")
+    if isinstance(extra, str) and extra.strip() and isinstance(messages[-1]["content"], str):
+        joined = f"{messages[-1]['content']}\n\n{extra.strip()}"
+        messages = (*messages[:-1], {**messages[-1], "content": joined})
+    return (*lead, *messages)
+
+
+def _messages(record: Record, column: str, role: str | None = None) -> Messages:
+    """Return the messages of a cell: a list of them or, where a `role` is given, a text."""
+    value = _parsed(record.value(column)) if role is None else record.value(column)
+    if isinstance(value, str) and role is not None:
+        return ({"role": role, "content": value.strip()},)
+    if not isinstance(value, list) or not value:
+        form = "a list of messages" if role is None else "text, or a list of messages"
+        raise InputError(f"{record.place}: `{column}` must be {form}, not {shorten(str(value))}")
+    return tuple(_message(message, f"{record.place}: `{column}`.{n}") for n, message in enumerate(value))
+
+
+def _message(message: Any, place: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InputError(f"{place} must be an object with role and content, not {shorten(str(message))}")
+    role, content = message.get("role"), message.get("content")
+    if role is None and "from" in message:
+        role, content = ROLES.get(str(message["from"]).lower()), message.get("value")
+        refuse(role is None, f"{place}.from {message['from']!r:.40} is not known: use {', '.join(ROLES)}")
+    refuse(not isinstance(role, str) or not role, f"{place}.role must be a text, such as user")
+    text = isinstance(content, str) or (isinstance(content, list) and content)
+    refuse(
+        not text and not message.get("tool_calls"),
+        f"{place}.content must be a text, not {shorten(str(content))}",
+    )
+    more = {name: message[name] for name in FIELDS if message.get(name) is not None}
+    return {"role": role, "content": content if text else "", **more}
+
+
+def _parsed(value: Any) -> Any:
+    """Return a cell of a table that holds JSON as what it holds."""
+    if isinstance(value, str) and value.lstrip()[:1] == "[":
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    contents = (message["content"] for message in messages)
+    return tuple(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False) for text in contents)
+
+
+def _lowered(messages: Messages) -> Messages:
+    return tuple(
+        {**message, "content": message["content"].lower()} if isinstance(message["content"], str) else message
+        for message in messages
+    )

@@ -48,16 +48,16 @@ def listing(path: Path | None = None) -> Iterator[None]:
 
 @listing()
 def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
-    """Return the files behind files, folders and globs, each once.
+    """Return the files that files, folders and globs name, each once.
 
     Those of a folder or a glob are sorted by name, without hidden files and training runs. `known` are names
     that may have been meant where there is no such file.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for name in paths:
         path = Path(name).expanduser()
         if path.exists():
-            found |= dict.fromkeys(_files(path))
+            files |= dict.fromkeys(_files(path))
         elif glob.has_magic(name):
             fixed = next(parent for parent in path.parents if not glob.has_magic(str(parent)))
             if fixed.is_dir():  # glob silently leaves out what it cannot read
@@ -65,10 +65,10 @@ def expand(paths: Iterable[str], known: Iterable[str] = ()) -> list[Path]:
             there = map(Path, sorted(glob.glob(str(path), recursive=True)))
             matches = [file for match in there if not _in_run(match, fixed) for file in _files(match)]
             refuse(not matches, f"no file matches {name}")
-            found |= dict.fromkeys(matches)
+            files |= dict.fromkeys(matches)
         else:
             raise missing(path, known)
-    return list(found)
+    return list(files)
 
 
 def _files(path: Path) -> list[Path]:
@@ -110,8 +110,8 @@ def missing(path: Path, known: Iterable[str] = ()) -> InputError:
     """Return the error for a path that does not exist, with the nearest name that does."""
     if path.is_symlink():
         return InputError(f"{path} is a broken link: it leads to {path.readlink()}, which is not there")
-    beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    return InputError(f"there is no file or folder {path}{nearest(path.name, [*known, *beside])}")
+    others = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+    return InputError(f"there is no file or folder {path}{nearest(path.name, [*known, *others])}")
 
 
 def bare(path: Path) -> Path:
@@ -181,9 +181,9 @@ def encoding_of(path: Path) -> str:
 def _encoding(path: Path, size: int, changed: int) -> str:
     """Look at a whole file, once for each `size` and time of change."""
     with reading(path) as file:
-        found = marked(file.read(len(MARKS[0][0])))
-    if found is not None:
-        return found
+        named = marked(file.read(len(MARKS[0][0])))
+    if named is not None:
+        return named
     try:
         for _ in _texts(path, UTF8):
             pass
@@ -209,11 +209,11 @@ def _is_western(path: Path) -> bool:
 
 
 def _texts(path: Path, encoding: str) -> Iterator[str]:
-    """Yield the text of a file in pieces, without its byte order mark."""
+    """Yield the text of a file in blocks, without its byte order mark."""
     with reading(path) as file:
         decoder, offset = codecs.getincrementaldecoder(encoding)(), 0
         while True:
-            block, held = file.read(BLOCK), len(decoder.getstate()[0])
+            block, pending = file.read(BLOCK), len(decoder.getstate()[0])
             zero = block.find(0) if encoding in (UTF8, WESTERN) else -1
             refuse(zero >= 0, f"{path} is no text: byte {offset + zero} is zero (a binary file)")
             try:
@@ -222,7 +222,7 @@ def _texts(path: Path, encoding: str) -> Iterator[str]:
                 at = getattr(error, "start", 0)
                 wrong = getattr(error, "object", b"")[at : at + 1].hex() or "the end"
                 name = "UTF-8" if encoding == UTF8 else encoding
-                place = f"byte {offset - held + at} is 0x{wrong}"
+                place = f"byte {offset - pending + at} is 0x{wrong}"
                 raise InputError(f"{path} is not {name}: {place}; convert it to UTF-8") from None
             text = text.removeprefix("\ufeff") if not offset else text
             if text:
@@ -232,8 +232,8 @@ def _texts(path: Path, encoding: str) -> Iterator[str]:
             offset += len(block)
 
 
-def read_pieces(path: Path, encoding: str | None = None) -> Iterator[str]:
-    """Yield the text of a file in pieces of about a million characters, every line ended by a line feed.
+def read_blocks(path: Path, encoding: str | None = None) -> Iterator[str]:
+    """Yield the text of a file in blocks of about a million characters, every line ended by a line feed.
 
     `encoding` None: the one that the file is in.
     """
@@ -260,10 +260,15 @@ def read_lines(path: Path, ends: bool = False, encoding: str | None = None) -> I
         yield number + 1, rest if ends else rest.removesuffix("\r")
 
 
+def full_lines(path: Path, encoding: str | None = None) -> Iterator[tuple[int, str]]:
+    """Yield the numbered lines of a file that are more than white space."""
+    return ((number, line) for number, line in read_lines(path, encoding=encoding) if line.strip())
+
+
 def encoding_notes(files: Iterable[Path], encoding: str | None) -> list[str]:
     """Return a note on files that are not UTF-8, where the user did not name their encoding."""
-    found = {} if encoding else {path: encoding_of(path) for path in files}
-    others = {path: own for path, own in found.items() if own != UTF8}
+    encodings = {} if encoding else {path: encoding_of(path) for path in files}
+    others = {path: own for path, own in encodings.items() if own != UTF8}
     if not others:
         return []
     first, own = next(iter(others.items()))

@@ -10,10 +10,11 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from clearhead.errors import InputError, refuse
-from clearhead.learn.data.examples import PAIRS, TEXT, Shape
+from clearhead.learn.data.conll import cells
+from clearhead.learn.data.examples import Chunk, Pair, RowType
 from clearhead.learn.data.files import bare, blank, expand, listing, read_head
 from clearhead.learn.data.plan import DataPlan, Format
-from clearhead.learn.data.tables import cells, counted
+from clearhead.learn.data.tables import counted
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 SUFFIXES: dict[str, Format] = {
@@ -55,21 +56,18 @@ class Source(NamedTuple):
 
 
 def find_source(
-    plan: DataPlan, paths: Sequence[str], wanted: Shape | None = None, known: Iterable[str] = ()
+    plan: DataPlan, paths: Sequence[str], wanted: RowType | None = None, known: Iterable[str] = ()
 ) -> Source:
-    """Return the files behind the given paths and their format: the plan's, else the one they look like.
+    """Return the files of the given paths and their format: the plan's, else the one they look like.
 
-    Args:
-        plan: what is said of the data.
-        paths: files, folders and globs.
-        wanted: the shape of examples that the task needs, where there is a task.
-        known: names that may have been meant where there is no such file.
+    `wanted` is the class of examples that the task needs, where there is a task; `known` are names that may
+    have been meant where there is no such file.
     """
     parallel = plan.format in (None, "parallel")
     if parallel and len(paths) == 1 and (source := _by_stem(plan, Path(paths[0]).expanduser())):
         return source
     files = expand(paths, known)
-    if parallel and wanted in (None, PAIRS) and (source := _two_files(plan, files)):
+    if parallel and wanted in (None, Pair) and (source := _two_files(plan, files)):
         return source
     refuse(
         plan.pattern is not None and plan.format not in (None, "lines"),
@@ -89,7 +87,7 @@ def find_source(
         "or give a pandas frame to clearhead.train",
     )
     looks: Looks = {path: format_of(path, wanted, plan.encoding) for path in files}
-    if plan.format is not None:  # in a folder, files of other formats may lie beside those meant
+    if plan.format is not None:  # in a folder, files of other formats may lie next to those meant
         texts = set(looks.values()).difference(_UNLIKE_TEXT) if plan.format == "text" else {plan.format}
         fitting = [path for path, look in looks.items() if look in texts] or files
         return Source(plan.format, tuple(fitting), _left_out(files, fitting, "of another format"))
@@ -139,14 +137,14 @@ def _without_strays(looks: Looks) -> list[Path]:
     return [path for path, look in looks.items() if look == main]
 
 
-def format_of(path: Path, wanted: Shape | None = None, encoding: str | None = None) -> Look:
+def format_of(path: Path, wanted: RowType | None = None, encoding: str | None = None) -> Look:
     """Return the format of a file by its name, else by its first bytes; plain text where text is `wanted`."""
     name = bare(path).name.lower()
     suffix = Path(name).suffix
     if IDX.fullmatch(name) or suffix in SUFFIXES:
         return SUFFIXES.get(suffix, "idx")
     head, table = read_head(path, encoding), suffix in (".tsv", ".tab")
-    if head is None or (wanted is TEXT and not table):
+    if head is None or (wanted is Chunk and not table):
         return "binary" if head is None else "text"
     lines = head.text.removesuffix("\n").split("\n")
     lines = lines[:-1] if head.cut else lines  # the last one may be cut
@@ -208,7 +206,7 @@ def way_of(files: Sequence[Path]) -> dict[str, str]:
     The names of sides, such as src and tgt, say which is the source; languages are in the order of the files.
     """
     ends = _ends(files)
-    return dict(zip(PAIRS.needed, ends[::-1] if ends[::-1] in _SIDES else ends))
+    return dict(zip(Pair.NEEDED, ends[::-1] if ends[::-1] in _SIDES else ends))
 
 
 def _ends(files: Sequence[Path]) -> tuple[str, ...]:
@@ -239,8 +237,8 @@ def way_for(files: Sequence[Path], example: Sequence[Path]) -> dict[str, str]:
 def same_way(source: Source, validation: Source) -> Source:
     """Return parallel validation files in the direction of the training files."""
     ends, other = (_ends(each.files) for each in (source, validation))
-    turned = source.format == validation.format == "parallel" and ends and other == ends[::-1]
-    return _parallel(*validation.files[::-1]) if turned else validation
+    swapped = source.format == validation.format == "parallel" and ends and other == ends[::-1]
+    return _parallel(*validation.files[::-1]) if swapped else validation
 
 
 def _why_not_parallel(files: Sequence[Path]) -> str | None:
@@ -259,20 +257,20 @@ def _is_language(end: str) -> bool:
 
 def _languages(stem: Path) -> dict[str, Path]:
     """Return the files `stem.xx` and `stem.xx.gz` by their ending."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     for path in sorted(stem.parent.iterdir()) if stem.parent.is_dir() else ():
         end = bare(path).name.removeprefix(f"{stem.name}.")
         if path.name.startswith(f"{stem.name}.") and path.is_file() and _is_language(f".{end}"):
-            found.setdefault(end, path)  # train.en comes before train.en.gz
-    return found
+            files.setdefault(end, path)  # train.en comes before train.en.gz
+    return files
 
 
 def _choose(
     plan: DataPlan, stem: Path, languages: dict[str, Path], way: Mapping[str, str] = MappingProxyType({})
 ) -> Source:
-    wanted = [plan.columns.get(role) for role in PAIRS.needed]
+    wanted = [plan.columns.get(role) for role in Pair.NEEDED]
     if wanted == [None, None]:
-        wanted = [way.get(role) for role in PAIRS.needed]
+        wanted = [way.get(role) for role in Pair.NEEDED]
     for language in wanted:
         refuse(
             language is not None and language not in languages,

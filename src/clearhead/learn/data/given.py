@@ -68,8 +68,8 @@ def given_or_paths(data: Any) -> Given | tuple[str, ...]:
     )
     elements = iter(data)
     first = list(islice(elements, LOOKED_AT))
-    strings = [one for one in first if isinstance(one, str)]
-    if any(isinstance(one, os.PathLike) for one in first) or (
+    strings = [element for element in first if isinstance(element, str)]
+    if any(isinstance(element, os.PathLike) for element in first) or (
         len(strings) == len(first) and not _texts(strings)
     ):
         return tuple(map(os.fspath, chain(first, elements)))
@@ -78,31 +78,24 @@ def given_or_paths(data: Any) -> Given | tuple[str, ...]:
 
 def _texts(strings: list[str]) -> bool:
     """Return True if strings are texts rather than paths."""
-    if len(strings) < 2 or any(one in CORPORA or _exists(one) for one in strings):
+    if len(strings) < 2 or any(text in CORPORA or os.path.exists(text) for text in strings):
         return False
-    return sum("\n" in one or not _FILE_NAME.fullmatch(one) for one in strings) * 2 > len(strings)
-
-
-def _exists(name: str) -> bool:
-    try:
-        return os.path.exists(name)
-    except ValueError:
-        return False
+    return sum("\n" in text or not _FILE_NAME.fullmatch(text) for text in strings) * 2 > len(strings)
 
 
 def _of_mapping(data: Mapping[str, Any]) -> Given:
     """Return the rows of columns, or the parts of a data set."""
     if "train" in data and not isinstance(next(iter(data["train"]), None), str):
-        given = next((name for name in VALIDATION if name in data), None)
-        unused = [name for name in data if name not in ("train", given)]
-        notes = [f"the part {given} is validated on"] if given else []
+        validation = next((name for name in VALIDATION if name in data), None)
+        unused = [name for name in data if name not in ("train", validation)]
+        notes = [f"the part {validation} is validated on"] if validation else []
         notes += [f"parts that are not used: {', '.join(unused)}"] if unused else []
-        return Given(_rows(data["train"]), _rows(data[given]) if given else None, tuple(notes))
+        return Given(_rows(data["train"]), _rows(data[validation]) if validation else None, tuple(notes))
     lengths = {name: len(column) if hasattr(column, "__len__") else None for name, column in data.items()}
     refuse(
         len(set(lengths.values())) != 1
         or None in lengths.values()
-        or any(isinstance(one, str) for one in data.values()),
+        or any(isinstance(column, str) for column in data.values()),
         "a dictionary must hold columns of one length, or the parts train and validation of a data set: "
         f"this one has {', '.join(f'{name} ({size})' for name, size in lengths.items()) or 'nothing'}",
     )

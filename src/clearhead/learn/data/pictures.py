@@ -64,16 +64,14 @@ Parts = tuple[Pictures, Pictures | None, list[str]]
 def read_pictures(source: Source, limit: int | None, side: int | None = None, files: bool = False) -> Parts:
     """Return pictures to train on, those to validate on where the files have such a part, and notes.
 
-    Args:
-        source: the files.
-        limit: read no more than this.
-        side: of the square that pictures are brought to; None: they stay as they are, unless they differ.
-        files: leave pictures that differ in size in their files, for a model that prepares them itself.
+    `limit`: read no more than this. `side`: of the square that pictures are brought to; None: they stay as
+    they are, unless they differ. `files`: leave pictures that differ in size in their files, for a model that
+    prepares them itself.
     """
     if source.format == "folders":
         return _read_folders(source.files, limit, side, files)
-    train, given, notes = {"idx": _read_idx, "npz": _read_npz}[source.format](source.files, limit)
-    return train.sided(side), given and given.sided(side), notes
+    train, validation, notes = {"idx": _read_idx, "npz": _read_npz}[source.format](source.files, limit)
+    return train.sided(side), validation and validation.sided(side), notes
 
 
 def crop(picture: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
@@ -86,9 +84,9 @@ def crop(picture: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
     short = min(picture.shape[:2])
     height, width = (side if size == short else int(side * size / short) for size in picture.shape[:2])
     if picture.shape[:2] != (height, width):
-        channels = (Image.fromarray(np.ascontiguousarray(one)) for one in np.moveaxis(picture, -1, 0))
-        resized = [one.resize((width, height), Image.Resampling.BILINEAR) for one in channels]
-        picture = np.stack([np.asarray(one) for one in resized], -1)
+        channels = (Image.fromarray(np.ascontiguousarray(channel)) for channel in np.moveaxis(picture, -1, 0))
+        resized = [channel.resize((width, height), Image.Resampling.BILINEAR) for channel in channels]
+        picture = np.stack([np.asarray(channel) for channel in resized], -1)
     top, left = (height - side) // 2, (width - side) // 2
     return picture[top : top + side, left : left + side]
 
@@ -127,14 +125,14 @@ def _read_folders(files: Sequence[Path], limit: int | None, side: int | None, in
     if not alike and side is None and not in_files:
         side = common_side(sizes)
     if not alike and in_files:
-        made = [Pictures(list(some), *_named_by_folder(some)) for some in parts]
+        sides = [Pictures(list(some), *_named_by_folder(some)) for some in parts]
     else:
-        made = [_load(some, mode, side) for some in parts]
-    if any(part.cropped for part in made):
+        sides = [_load(some, mode, side) for some in parts]
+    if any(part.cropped for part in sides):
         low, high = (" x ".join(map(str, size)) for size in (min(sizes), max(sizes)))
         which = f"pictures of {high}" if alike else f"pictures of {len(set(sizes)):,} sizes, {low} to {high}"
         notes.append(f"{which}: shorter side resized to {side}, and the middle cropped (data.image_size)")
-    train, validation = (*made, None)[:2]
+    train, validation = (*sides, None)[:2]
     assert train is not None
     return train, validation, notes
 
@@ -190,7 +188,7 @@ def pixels_of(image: Any, mode: str) -> NDArray[np.uint8]:
     """Return a picture of Pillow's, upright, as bytes of mode "L", [H, W], or "RGB", [H, W, 3]."""
     from PIL import ImageOps
 
-    image = ImageOps.exif_transpose(image)  # a camera that was held upright says so beside the pixels
+    image = ImageOps.exif_transpose(image)  # a camera that was held upright says so next to the pixels
     if _is_deep(image):  # `convert` would clip what is above 255
         shades: NDArray[np.uint8] = (np.asarray(image) >> 8).astype(np.uint8)
         return shades if mode == "L" else np.repeat(shades[..., None], 3, axis=2)
@@ -215,14 +213,14 @@ def _read_idx(files: Sequence[Path], limit: int | None) -> Parts:
         part, kind = _idx_name(path)
         refuse(not kind, f"{path} is not named like an idx file, such as train-images-idx3-ubyte.gz")
         other = "labels" if kind == "images" else "images"
-        beside = [file for file in sorted(path.parent.iterdir()) if _idx_name(file) == (part, other)]
-        refuse(not beside, f"{path} stands alone: the file of its {other} is missing")
+        matches = [file for file in sorted(path.parent.iterdir()) if _idx_name(file) == (part, other)]
+        refuse(not matches, f"{path} stands alone: the file of its {other} is missing")
         same = parts.setdefault(part, {}).get(kind, path)
         refuse(
             same.parent != path.parent,
             f"{same} and {path} are the same part of two sets: name the files of one",
         )
-        parts[part] |= {kind: path, other: beside[0]}
+        parts[part] |= {kind: path, other: matches[0]}
     likely = (name for wanted in VALIDATION for name in parts if name.strip("-._") == wanted)
     validation = next(likely, None) if len(parts) > 1 else None
     train, *others = (name for name in parts if name != validation)
@@ -237,8 +235,8 @@ def _read_idx(files: Sequence[Path], limit: int | None) -> Parts:
 
 def _idx_name(path: Path) -> tuple[str, str]:
     """Return the part that an idx file is of, and "images" or "labels"; ("", "") for another file."""
-    found = IDX.fullmatch(bare(path).name.lower())
-    return (found[1], found[2]) if found else ("", "")
+    match = IDX.fullmatch(bare(path).name.lower())
+    return (match[1], match[2]) if match else ("", "")
 
 
 def _load_idx(part: dict[str, Path], limit: int | None) -> Pictures:

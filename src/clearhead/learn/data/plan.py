@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from clearhead.core.config.typed import check_least, check_types
-from clearhead.errors import ConfigError, refuse
+from clearhead.errors import ConfigError, check_least, check_types, refuse
 
 Task: TypeAlias = str  # the name of an entry of `tasks.table`, which checks it
 Format = Literal[
@@ -45,7 +44,7 @@ class DataPlan:
     image_size: int | None = None
     augment: tuple[Literal["flip", "shift", "erase", "mix"], ...] = ()  # image: changes drawn for each epoch
     stride: int = 64  # answer: tokens by which windows of a long context overlap
-    cache: str | None = None  # folder of the encoded ids; None: beside the output
+    cache: str | None = None  # folder of the encoded ids; None: next to the output
 
     def __post_init__(self) -> None:
         check_types(self)

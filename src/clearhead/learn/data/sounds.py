@@ -69,15 +69,15 @@ def missing_bytes(path: Path | io.BytesIO) -> int:
 
 
 def _mixed(file: Any, name: str, most: float) -> Iterator[Samples]:
-    """Yield the mean of a file's channels, piece by piece: whatever its header says, no more is held."""
+    """Yield the mean of a file's channels, block by block: whatever its header says, no more is held."""
     left = int(most * file.samplerate)
-    while len(piece := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
-        left -= len(piece)
+    while len(block := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
+        left -= len(block)
         refuse(left < 0, f"{name} holds more than {most / 3600:g} hours of sound: cut it into several files")
-        yield piece.mean(axis=1)
+        yield block.mean(axis=1)
 
 
-def resampled(samples: Samples, given: int, rate: int, name: str = "the sound") -> Samples:
+def resampled(samples: Samples, own_rate: int, rate: int, name: str = "the sound") -> Samples:
     """Return samples [N] of one rate at another, [N * rate / given]; errors call them `name`."""
     refuse(not len(samples), f"{name} holds no sound: it has 0 samples")
     refuse(not np.isfinite(samples).all(), f"{name} holds samples that are no numbers (NaN or infinite)")
@@ -85,10 +85,10 @@ def resampled(samples: Samples, given: int, rate: int, name: str = "the sound") 
         float(np.abs(samples).max()) > LOUDEST,
         f"{name} holds samples as large as {float(np.abs(samples).max()):.0e}: they must be about -1 to 1",
     )
-    if given == rate:
+    if own_rate == rate:
         return samples
     return np.asarray(
-        _library("soxr", f"resampling from {given:,} to {rate:,} Hz").resample(samples, given, rate),
+        _library("soxr", f"resampling from {own_rate:,} to {rate:,} Hz").resample(samples, own_rate, rate),
         np.float32,
     )
 

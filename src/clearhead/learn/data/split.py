@@ -90,9 +90,13 @@ def split_keys(keys: Sequence[int], share: float, names: Sequence[Sequence[str]]
     """
     limit = bound(min(keys), max(keys), share)
     validates = [key < limit for key in keys]
-    known = {name for own, held in zip(names, validates) if not held for name in own}
-    back = {key for key, own, held in zip(keys, names, validates) if held and not known.issuperset(own)}
-    validates = [held and key not in back for key, held in zip(keys, validates)]
+    known = {name for own, is_validation in zip(names, validates) if not is_validation for name in own}
+    back = {
+        key
+        for key, own, is_validation in zip(keys, names, validates)
+        if is_validation and not known.issuperset(own)
+    }
+    validates = [is_validation and key not in back for key, is_validation in zip(keys, validates)]
     if not any(validates):
         own_names: dict[int, set[str]] = {}
         for key, own in zip(keys, names):
@@ -126,11 +130,11 @@ class Stream:
         return sum(len(chunk.text.encode()) for chunk in self)
 
 
-def cut(pieces: Iterable[str]) -> Iterator[Chunk]:
+def cut(texts: Iterable[str]) -> Iterator[Chunk]:
     """Yield the chunks of one document; none if it holds only white space."""
     rest, begun = "", False
-    for piece in pieces:
-        rest += piece
+    for text in texts:
+        rest += text
         while len(rest) > CHUNK:
             # Words of many tokenizers begin with the space before them: so cut after a line, else before a
             # space.
@@ -147,8 +151,8 @@ def stream(
     """Return the chunks of the first `limit` documents; `empty` is the error where there is no text."""
 
     def chunks() -> Iterator[Chunk]:
-        for pieces in islice(documents(), limit):
-            for chunk in cut(pieces):
+        for texts in islice(documents(), limit):
+            for chunk in cut(texts):
                 yield Chunk(chunk.text.lower(), chunk.ends) if lowercase else chunk
 
     return Stream(chunks, empty)

@@ -12,20 +12,17 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as nnf
 from numpy.typing import NDArray
-from torch import Tensor
 
-from clearhead.core import dtypes, heads, transformer
-from clearhead.core.config.typed import hints_of
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.core import heads, transformer
+from clearhead.errors import InputError, hints_of, nearest, refuse
 from clearhead.hub.tokenizer import truncation_side
 from clearhead.learn import losses
 from clearhead.learn.batches.batch import IGNORE, Batches
 from clearhead.learn.batches.encoding import Encoded
 from clearhead.learn.data import files, formats
 from clearhead.learn.data.corpus import place_of
-from clearhead.learn.data.examples import TAGS, TEXT, Corpus, Example, Images
+from clearhead.learn.data.examples import Chunk, Corpus, Example, Images, Picture, Tagged
 from clearhead.learn.data.given import Given, given_or_paths
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.tables import counted, listed
@@ -38,14 +35,15 @@ from clearhead.learn.evaluation.metrics import (
     perplexity,
     sacrebleu_metric,
 )
-from clearhead.learn.parallel.plan import TOKENS
+from clearhead.learn.parallel import TOKENS
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import GeneratePlan, Settings, read_recipe
 from clearhead.learn.tasks import reading, table
-from clearhead.learn.tasks.chat import chat_template
-from clearhead.learn.tasks.table import open_examples, shape_of
-from clearhead.learn.tasks.task import Task
+from clearhead.learn.tasks.generation import chat_template
+from clearhead.learn.tasks.table import open_examples, row_of
+from clearhead.learn.tasks.task import Side, Task
 from clearhead.run.api import Model
+from clearhead.variants import contexts
 
 # What a run's own recipe says of reading and laying out data, which holds for other files too.
 READING = (
@@ -71,7 +69,7 @@ class Evaluation:
     intervals: dict[str, tuple[float, float]]  # of 95 %
     signatures: dict[str, str]  # sacreBLEU's
     notes: tuple[str, ...]  # what was guessed, cut or mapped, a short sentence each
-    outputs: tuple[str, ...]  # what the model said of each example, in their order; none for text
+    outputs: tuple[str, ...]  # what the model answered for each example, in their order; none for text
     classes: ClassCounts | None = None  # of a classifier: figures of each class, and the confusion matrix
 
 
@@ -106,18 +104,19 @@ def evaluate(
         on_progress: told what is being done, and how much of how much is.
         generation: of pairs: options of `translate`, such as num_beams; else the model's own.
     """
-    given = given_or_paths(data)
-    if isinstance(given, Given):
+    source = given_or_paths(data)
+    if isinstance(source, Given):
         plan = replace(data_plan(loaded.folder) if plan is None else plan, format=None, pattern=None)
-        rows = given if given.validation is None else replace(given, paths=given.validation, validation=None)
+        rows = source.paths if source.validation is None else source.validation
+        options: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "tokenize": tokenize}
         with tempfile.TemporaryDirectory() as folder:
-            found = evaluate(
-                loaded, rows.write(Path(folder))["paths"], plan, seed=seed, batch_size=batch_size,
-                tokenize=tokenize, lowercase=lowercase, on_progress=on_progress, **generation,
-            )  # fmt: skip
-        return replace(found, notes=(*given.notes, *found.notes))
-    plan = data_plan(loaded.folder, given) if plan is None else plan
-    task = table.task_named(task_for(loaded, plan.task))
+            paths = Given(rows).write(Path(folder))["paths"]
+            options |= {"lowercase": lowercase, "on_progress": on_progress, **generation}
+            result = evaluate(loaded, paths, plan, **options)
+        return replace(result, notes=(*source.notes, *result.notes))
+    refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
+    plan = judged_plan(loaded, plan, source, batch_size)
+    task = table.task_named(str(plan.task))
     refuse(
         generation and not task.writes,
         f"{next(iter(generation), '')} is for models that write, and this one is judged by {task.name}: "
@@ -125,18 +124,9 @@ def evaluate(
     )
     if task.writes:
         _check_tokenize(tokenize)
-    refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     refuse(seed < 0, f"seed {seed} must be 0 or more")
     known = generation.keys() & hints_of(GeneratePlan)
     GeneratePlan(**{name: generation[name] for name in known if generation[name] is not None})  # or refuses
-    plan = replace(
-        plan,
-        task=task.name,
-        paths=tuple(map(str, given)) or plan.paths,
-        validation=(),
-        batch_size=batch_size or PICTURES,
-        batch_tokens=None if batch_size else BATCH_TOKENS,
-    )
     corpus, _ = open_examples(plan, split=False)
     notes = [*corpus.notes, *task.remarks(corpus)]
     if task.classes:
@@ -146,6 +136,21 @@ def evaluate(
         lowercase=lowercase, generation=generation, on_progress=on_progress,
     )  # fmt: skip
     return _evaluation(judged, task, corpus)
+
+
+def judged_plan(
+    loaded: Model, plan: DataPlan | None, data: Sequence[str | Path], batch_size: int | None
+) -> DataPlan:
+    """Return how all examples of some files are read, for the task that the model is judged by."""
+    plan = data_plan(loaded.folder, data) if plan is None else plan
+    return replace(
+        plan,
+        task=task_for(loaded, plan.task),
+        paths=tuple(map(str, data)) or plan.paths,
+        validation=(),
+        batch_size=batch_size or PICTURES,
+        batch_tokens=None if batch_size else BATCH_TOKENS,
+    )
 
 
 def data_plan(
@@ -160,25 +165,25 @@ def data_plan(
     """
     settings = settings if isinstance(settings, Mapping) else list(settings)
     recipe = run_recipe(folder) if recipe is None else recipe
-    stated, asked = read_recipe(recipe, settings).data, read_recipe(None, settings).data
+    stated, settled = read_recipe(recipe, settings).data, read_recipe(None, settings).data
     changes = {name: getattr(stated, name) for name in READING}
-    if changes["format"] == "corpus" and asked.format is None:
+    if changes["format"] == "corpus" and settled.format is None:
         changes["format"] = None  # the run learned from an embedded corpus: this is other data
     changes["columns"] = changes["columns"] or formats.way_for(
         [Path(path).expanduser() for path in data], list(map(Path, stated.paths))
     )
-    return replace(asked, **changes)
+    return replace(settled, **changes)
 
 
 def run_recipe(folder: Path | None) -> Path | None:
     """Return the recipe of the run in this folder, or of the run that a checkpoint is of, if any."""
-    places = () if folder is None else (folder / files.RECIPE, folder.resolve().parent.parent / files.RECIPE)
-    return next((place for place in places if place.is_file()), None)
+    paths = () if folder is None else (folder / files.RECIPE, folder.resolve().parent.parent / files.RECIPE)
+    return next((place for place in paths if place.is_file()), None)
 
 
 def task_for(loaded: Model, wanted: str | None) -> str:
     """Return the task that a model is judged by: its head decides; an encoder-decoder may also mend text."""
-    table.shape_of(wanted)  # refuses a task that does not exist
+    table.row_of(wanted)  # refuses a task that does not exist
     config = loaded.config
     theirs = loaded.description.theirs if loaded.description is not None else {}
     problem = theirs.get("problem_type") if config.head == "classifier" else None
@@ -228,29 +233,17 @@ def judged_batches(
     `folder` holds the ids while they are read.
     """
     spec = table.task_named(task)
-    prepared = spec.judged_batches(loaded, corpus, plan)
-    if prepared is not None:
-        return prepared, 0, 0
-    rows = spec.encode_corpus(
-        corpus,
-        "validation",
-        loaded.text_tokenizer,
-        loaded.class_names,
-        folder,
-        special=loaded.special,
-        template=chat_template(loaded) if spec.chats else None,
-    )
-    tokens, length = rows.n_tokens, min(loaded.max_length, plan.max_length or loaded.max_length)
-    if spec.shape is TEXT and plan.max_length is None and length > WINDOW:
+    direct = spec.direct_batches(loaded, corpus, "validation", plan, seed, training=False)
+    if direct is not None:
+        return direct, 0, 0
+    rows = encoded_for(loaded, spec, corpus, "validation", loaded.class_names, folder)
+    tokens, length = rows.n_tokens, loaded.max_length
+    if spec.row is Chunk and plan.max_length is None and length > WINDOW:
         notes.append(f"windows of {WINDOW:,} tokens: the model takes {length:,}, and data.max_length chooses")
         length = WINDOW
     if spec.one_shape and plan.packing == "stream":
         rows = led(rows, "ids", rows.frame.special[0])
-    rows, special = begun(rows, loaded)
-    cut_left = truncation_side(loaded.settings) == "left"
-    batches = spec.make_batches(
-        rows, plan, special=special, length=length, seed=seed, training=False, cut_left=cut_left
-    )
+    batches = batches_for(loaded, spec, rows, plan, length, seed, training=False)
     notes.extend(batches.notes)
     return batches, tokens, rows.n_unknown
 
@@ -259,7 +252,7 @@ def _evaluation(judged: Judged, task: Task, corpus: Corpus) -> Evaluation:
     """Measure the loss, then what the task is about."""
     loaded, rows = judged.loaded, judged.rows
     questions: dict[tuple[str, ...], int] = {}
-    if task.shape.row is not None and task.shape.row.ASKED:
+    if task.row.ASKED:
         questions, judged.references = examples(rows)
         judged.asked = list(questions)
     with tempfile.TemporaryDirectory() as folder:
@@ -269,8 +262,8 @@ def _evaluation(judged: Judged, task: Task, corpus: Corpus) -> Evaluation:
         losses = _examined(judged, task, batches)
     if questions:
         example = np.arange(len(losses)) if batches.example is None else batches.example
-        asked = np.array([questions[row.asked()] for row in rows])[example]  # the example of each row
-        losses = np.stack([np.bincount(asked, column, len(questions)) for column in losses.T], 1)
+        example_of = np.array([questions[row.asked()] for row in rows])[example]  # the example of each row
+        losses = np.stack([np.bincount(example_of, column, len(questions)) for column in losses.T], 1)
     judged.add("loss", *losses.T)
     if task.reads == "vocabulary":
         judged.derive("perplexity", "loss", perplexity)
@@ -291,7 +284,7 @@ def _evaluation(judged: Judged, task: Task, corpus: Corpus) -> Evaluation:
 def _examined(judged: Judged, task: Task, batches: Batches) -> Counts:
     """Return loss and number of targets of every row in the order of the data.
 
-    What the model said of each row is kept in `judged`.
+    What the model answered for each row is kept in `judged`.
     """
     model, seen = judged.loaded.engine.reader(), []
     device = next(model.parameters()).device
@@ -299,9 +292,12 @@ def _examined(judged: Judged, task: Task, batches: Batches) -> Counts:
         seen.append(part)
         judged.on_progress("reading", done, batches.per_epoch)
     order = np.argsort(np.concatenate([part.numbers for part in seen]), kind="stable")
-    said, meant = ([row for part in seen for row in getattr(part, name)] for name in ("said", "meant"))
-    if said:
-        judged.said, judged.meant = ([rows[number] for number in order] for rows in (said, meant))
+    predicted, expected = (
+        [row for part in seen for row in getattr(part, name)] for name in ("predicted", "expected")
+    )
+    if predicted:
+        judged.predicted = [predicted[number] for number in order]
+        judged.expected = [expected[number] for number in order]
     return np.concatenate([np.stack([part.losses, part.counts], 1) for part in seen])[order]
 
 
@@ -324,17 +320,34 @@ def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
     return replace(encoded, arrays={**encoded.arrays, **changed})
 
 
-def begun(encoded: Encoded, loaded: Model) -> tuple[Encoded, dict[str, int]]:
-    """Return rows and special ids so that a decoder begins in training as in generation.
+def encoded_for(
+    loaded: Model, task: Task, corpus: Corpus, side: Side, labels: Sequence[str], folder: str | Path
+) -> Encoded:
+    """Return the examples of one side as a model's tokenizer and chat template have them."""
+    tokenizer = None if task.tokens is None else loaded.text_tokenizer
+    template = chat_template(loaded) if task.chats else None
+    return task.encode_corpus(
+        corpus, side, tokenizer, labels, folder, special=loaded.special, template=template
+    )
 
-    `bos` is its first input.
+
+def batches_for(
+    loaded: Model, task: Task, rows: Encoded, plan: DataPlan, length: int, seed: int, training: bool
+) -> Batches:
+    """Return the batches of encoded examples as a model takes them.
+
+    A decoder with an encoder begins as in generation: `bos` is its first input.
     """
-    if loaded.config.family != "encoder-decoder":
-        return encoded, loaded.special
-    start, *forced = loaded.start_ids
-    if "target" in encoded.arrays:
-        encoded = led(encoded, "target", forced or encoded.frame.special[0])
-    return encoded, {**loaded.special, "bos": start}
+    special = loaded.special
+    if loaded.config.family == "encoder-decoder":
+        start, *forced = loaded.start_ids
+        special = {**special, "bos": start}
+        if "target" in rows.arrays:
+            rows = led(rows, "target", forced or rows.frame.special[0])
+    return task.make_batches(
+        rows, plan, special=special, length=length, seed=seed, training=training,
+        cut_left=truncation_side(loaded.settings) == "left",
+    )  # fmt: skip
 
 
 def examples(rows: Sequence[Example]) -> tuple[dict[tuple[str, ...], int], list[list[str]]]:
@@ -342,8 +355,8 @@ def examples(rows: Sequence[Example]) -> tuple[dict[tuple[str, ...], int], list[
     references: dict[tuple[str, ...], dict[str, None]] = {}
     for row in rows:
         references.setdefault(row.asked(), {})[row.answered()] = None
-    places = {question: place for place, question in enumerate(references)}
-    return places, [list(answers) for answers in references.values()]
+    numbers = {question: place for place, question in enumerate(references)}
+    return numbers, [list(answers) for answers in references.values()]
 
 
 def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> Corpus:
@@ -362,7 +375,7 @@ def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> 
                 f"labels 0 to {len(labels) - 1} of the data are their numbers"
             )
     others = [name for name in corpus.labels if name not in theirs]
-    tagged = corpus.shape == TAGS.name and any(name in theirs for name in corpus.labels if name != "O")
+    tagged = corpus.shape == Tagged.PLURAL and any(name in theirs for name in corpus.labels if name != "O")
     if tagged and others:
         rows = cast(Sequence[Example], corpus.validation)
         words = sum(name in others for row in rows for name in row.names())
@@ -373,10 +386,10 @@ def renamed(corpus: Corpus, loaded: Model, plan: DataPlan, notes: list[str]) -> 
         theirs |= {name: name for name in others}
     unknown = None if tagged else next(iter(others), None)
     if unknown is not None:
-        place = place_of(plan, shape_of(plan.task), unknown)
+        place = place_of(plan, row_of(plan.task), unknown)
         shown = ", ".join(labels[:12]) + (" and more" if len(labels) > 12 else "")
         raise InputError(
-            f"{place}{': ' if place else ''}the {'tag' if corpus.shape == TAGS.name else 'label'} "
+            f"{place}{': ' if place else ''}the {'tag' if corpus.shape == Tagged.PLURAL else 'label'} "
             f"{unknown!r} "
             f"is none of the model's{nearest(unknown, theirs)}: {shown}"
         )
@@ -398,8 +411,8 @@ class Examined:
     numbers: NDArray[np.int64]  # B, of the examples
     losses: Counts  # B, each the sum over the row's targets
     counts: Counts  # B, how many targets that are
-    said: list[list[Any]]  # of each row, for a head without a vocabulary: see `Task.answers`
-    meant: list[list[Any]]
+    predicted: list[list[Any]]  # of each row, for a head without a vocabulary: see `Task.answers`
+    expected: list[list[Any]]
 
 
 @torch.no_grad()
@@ -416,23 +429,23 @@ def examine(
         batch = world.rows(each, TOKENS).to(device)
         arguments = losses.arguments_for(model, batch)
         answers: losses.Answered = ([], [])
-        with transformer.evaluating(model), autocast():
+        with contexts.evaluating(model), autocast():
             if not world.last:  # the last stage judges
                 model(**arguments, logits="none")
-                found = torch.zeros(len(batch))
+                loss = torch.zeros(len(batch))
             elif task.reads == "vocabulary":
                 hidden = model(**arguments, logits="none").hidden  # B T D
                 assert isinstance(model.head, heads.LanguageHead)
                 chunk = losses.default_chunk(model.config.vocab_size, device)
-                found = vocabulary_losses(model.head, hidden, batch.targets, chunk)
+                loss = losses.vocabulary_losses(model.head, hidden, batch.targets, chunk)
             else:
                 outputs = task.outputs_of(model, batch)
-                found, answers = task.row_losses(outputs, batch), task.answers(outputs, batch)
+                loss, answers = task.row_losses(outputs, batch), task.answers(outputs, batch)
         counts = (batch.targets.reshape(len(batch), -1) != IGNORE).sum(1)
         if batch.one_each:
             counts = torch.ones(len(batch))
         numbers = torch.arange(len(batch)) if batch.numbers is None else batch.numbers
-        sums, of_rows = (values.cpu().double().numpy() for values in (found, counts))
+        sums, of_rows = (values.cpu().double().numpy() for values in (loss, counts))
         judged: list[Any] = [numbers.numpy(), sums, of_rows, *answers]
         yield from world.gathered(Examined(*(column[: batch.n_rows] for column in judged)))
 
@@ -458,13 +471,15 @@ def validate(
         "the validation data has no targets: every token is unknown to the tokenizer; "
         "validate on more of it, or on other files",
     )
-    found = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
+    metrics = {"loss": sum(float(part.losses.sum()) for part in seen) / count}
     if task.reads != "vocabulary":
-        said, meant = ([row for part in seen for row in getattr(part, side)] for side in ("said", "meant"))
-        scores = task.score(said, meant, loaded.labels)
-        found |= {name: metric(predicted, wanted) for name, (metric, predicted, wanted) in scores.items()}
-        return found, task.missing(said, meant, loaded.labels)
-    return found | {"perplexity": math.exp(min(found["loss"], 700))}, ""
+        predicted, expected = (
+            [row for part in seen for row in getattr(part, side)] for side in ("predicted", "expected")
+        )
+        scores = task.score(predicted, expected, loaded.labels)
+        metrics |= {name: metric(predicted, wanted) for name, (metric, predicted, wanted) in scores.items()}
+        return metrics, task.missing(predicted, expected, loaded.labels)
+    return metrics | {"perplexity": math.exp(min(metrics["loss"], 700))}, ""
 
 
 @torch.no_grad()
@@ -472,22 +487,9 @@ def written_scores(loaded: Model, task: Task, batches: Batches, metric: str) -> 
     """Return the scores of what a model writes, where `metric` is one of these."""
     if not (task.writes and metric in WRITTEN):
         return {}
-    with transformer.evaluating(loaded.model):
+    with contexts.evaluating(loaded.model):
         outputs, references = written(loaded, batches)
     return {name: METRICS[name](outputs, references) for name in ("exact", metric)}
-
-
-def vocabulary_losses(head: heads.LanguageHead, hidden: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Return the cross-entropy of each row: states [B, T, D], targets [B, T] -> [B], by `chunk` positions."""
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    asked = (flat != IGNORE).nonzero()[:, 0]
-    found = torch.zeros(
-        flat.shape, dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device
-    )
-    for start in range(0, len(asked), chunk):
-        some = asked[start : start + chunk]
-        found[some] = nnf.cross_entropy(dtypes.wide(head(rows[some], None)), flat[some], reduction="none")
-    return found.view(targets.shape).sum(1)
 
 
 def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
@@ -500,8 +502,8 @@ def written(loaded: Model, batches: Batches) -> tuple[list[str], list[str]]:
         sources = [row[where].tolist() for row, where in zip(batch.source, real)]
         targets = [[token for token in row if token != IGNORE] for row in batch.targets.tolist()]
         room = min(max(map(len, targets)) * 2 + 10, loaded.config.max_positions - 1)
-        made: Any = loaded.generate(sources, max_new_tokens=room, num_beams=1)
-        outputs += [one.text or "" for one in made]
+        generations: Any = loaded.generate(sources, max_new_tokens=room, num_beams=1)
+        outputs += [output.text or "" for output in generations]
         references += loaded.text_tokenizer.decode_batch(targets)
     return outputs, references
 
@@ -510,10 +512,10 @@ def sampler(
     task: Task, corpus: Corpus, plan: GeneratePlan, count: int, seed: int
 ) -> Callable[[Model], tuple[str, ...]]:
     """Return a function from a model to what it says of some validation examples, the same each time."""
-    given: Any = corpus.validation
-    if isinstance(given, Images):
-        given = zip(itertools.count(), given.pixels, given.labels.tolist())
-    rows = list(itertools.islice(given, count))
+    validation: Any = corpus.validation
+    if isinstance(validation, Images):
+        validation = map(Picture, itertools.count(), validation.pixels, validation.labels.tolist())
+    rows = list(itertools.islice(validation, count))
 
     def sample(loaded: Model, place: int) -> str:
         try:

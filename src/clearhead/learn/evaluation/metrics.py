@@ -25,9 +25,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from clearhead.errors import MissingExtraError, refuse
-from clearhead.learn.batches.padding import by_length
+from clearhead.learn.batches.ragged import by_length
+from clearhead.learn.data.conll import Tagging, recognise
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.data.tagging import Tagging, recognise
 from clearhead.run.api import Model
 
 Counts: TypeAlias = "np.ndarray[Any, np.dtype[np.float64]]"  # a row for each example, or their sum
@@ -119,7 +119,7 @@ def interval_of(
     n, groups = len(rows), min(len(rows), GROUPS)
     value, z = of(total(rows, np.ones(n))), NormalDist().inv_cdf((1 + share) / 2)
     group = np.random.default_rng(seed).permutation(np.arange(n) % groups)
-    left = np.array([of(total(rows, (group != one).astype(np.float64))) for one in range(groups)])
+    left = np.array([of(total(rows, (group != number).astype(np.float64))) for number in range(groups)])
     squares = (groups - 1) ** 2 * np.square(left - left.mean()).sum() * (n / groups) ** 2  # of pseudo-values
     if bounds is None or not min(bounds) - ROUNDING <= value <= max(bounds) + ROUNDING:
         half = student(z, groups - 1) * math.sqrt(squares / (n * max(n - 1, 1)))
@@ -209,7 +209,7 @@ def hit_spans(tagging: Tagging, guess: Sequence[str], truth: Sequence[str]) -> t
 
 def exact_match(guess: str, references: str | Sequence[str]) -> tuple[bool, int]:
     """Return whether a text is one of its references, spaces at the ends aside, and 1."""
-    return guess.strip() in [one.strip() for one in _several(references)], 1
+    return guess.strip() in [reference.strip() for reference in _several(references)], 1
 
 
 def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
@@ -232,13 +232,13 @@ def error_rate_of(sums: Counts) -> float:
 
 def errors(guess: Sequence[Hashable], references: Sequence[Sequence[Hashable]]) -> tuple[int, int]:
     """Return the edits to the nearest of an example's references, and the length of that reference."""
-    tried = [(edit_distance(guess, one), len(one)) for one in references]
+    tried = [(edit_distance(guess, reference), len(reference)) for reference in references]
     return min(tried, key=lambda pair: pair[0] / max(pair[1], 1))
 
 
 def word_errors(guess: str, references: str | Sequence[str]) -> tuple[int, int]:
     """Return `errors` of a text; words are what stands between spaces."""
-    return errors(guess.split(), [one.split() for one in _several(references)])
+    return errors(guess.split(), [reference.split() for reference in _several(references)])
 
 
 def answer_match(guess: str, references: str | Sequence[str]) -> tuple[bool, float, int]:
@@ -246,7 +246,7 @@ def answer_match(guess: str, references: str | Sequence[str]) -> tuple[bool, flo
 
     The best reference counts. Case, punctuation and English articles are ignored.
     """
-    words, truths = _answer_words(guess), [_answer_words(one) for one in _several(references)]
+    words, truths = _answer_words(guess), [_answer_words(reference) for reference in _several(references)]
     return words in truths, max(_overlap(words, truth) for truth in truths), 1
 
 
@@ -261,8 +261,8 @@ def _overlap(guess: Sequence[str], truth: Sequence[str]) -> float:
     return 2 * common / (len(guess) + len(truth)) if guess and truth else float(guess == truth)
 
 
-def _several(given: str | Sequence[str]) -> list[str]:
-    return [given] if isinstance(given, str) else list(given)
+def _several(references: str | Sequence[str]) -> list[str]:
+    return [references] if isinstance(references, str) else list(references)
 
 
 def sacrebleu_metric(name: str, **options: Any) -> Metric:
@@ -297,7 +297,7 @@ def sacrebleu_metric(name: str, **options: Any) -> Metric:
 def gains(ranked: Sequence[Hashable], relevant: Mapping[Hashable, float]) -> list[float]:
     """Return what each of the ten best gains; one that is there again gains nothing."""
     best = ranked[:BEST]
-    return [relevant.get(one, 0) if one not in best[:rank] else 0 for rank, one in enumerate(best)]
+    return [relevant.get(item, 0) if item not in best[:rank] else 0 for rank, item in enumerate(best)]
 
 
 def reciprocal_rank(ranked: Sequence[Hashable], relevant: Mapping[Hashable, float]) -> tuple[float, int]:
@@ -309,11 +309,11 @@ def reciprocal_rank(ranked: Sequence[Hashable], relevant: Mapping[Hashable, floa
 def discounted_gain(ranked: Sequence[Hashable], relevant: Mapping[Hashable, float]) -> tuple[float, int]:
     """Return the discounted gain of the ten best as a share of the largest possible (nDCG@10), and 1."""
     ideal = sorted(relevant.values(), reverse=True)[:BEST]
-    found, most = (
+    gain_of, most = (
         sum(gain / math.log2(n) for n, gain in enumerate(some, 2))
         for some in (gains(ranked, relevant), ideal)
     )
-    return found / most if most else 0.0, 1
+    return gain_of / most if most else 0.0, 1
 
 
 # Numbers ----------------------------------------------------------------------------------------------------
@@ -401,10 +401,10 @@ class ClassCounts:
         return {"labels": self.labels, "confusion": self.confusion, "figures": [asdict(row) for row in self]}
 
 
-def count_classes(said: Sequence[int], meant: Sequence[int], labels: Sequence[str]) -> ClassCounts:
+def count_classes(predicted: Sequence[int], expected: Sequence[int], labels: Sequence[str]) -> ClassCounts:
     """Count how often each class was taken for each."""
     counts = np.zeros((len(labels), len(labels)), np.int64)
-    np.add.at(counts, (np.array(meant, np.int64), np.array(said, np.int64)), 1)
+    np.add.at(counts, (np.array(expected, np.int64), np.array(predicted, np.int64)), 1)
     return ClassCounts(tuple(labels), tuple(map(tuple, counts.tolist())))
 
 
@@ -422,10 +422,10 @@ class Figures:
     def add(self, name: str, predicted: Values, wanted: Values, metric: Metric | str = "") -> None:
         """Add a metric of all examples; `metric` is one, or its name in `METRICS` where that differs."""
         metric = METRICS[metric or name] if isinstance(metric, str) else metric
-        found = metric.measure(predicted, wanted, self.seed)
-        self.metrics[name] = found.value
-        self.intervals |= {} if found.interval is None else {name: found.interval}
-        self.signatures |= {name: found.signature} if found.signature else {}
+        measured = metric.measure(predicted, wanted, self.seed)
+        self.metrics[name] = measured.value
+        self.intervals |= {} if measured.interval is None else {name: measured.interval}
+        self.signatures |= {name: measured.signature} if measured.signature else {}
 
     def derive(self, name: str, base: str, of: Callable[[float], float]) -> None:
         """Add a figure that grows with another one; so does its interval."""
@@ -471,8 +471,8 @@ class Judged(Figures):
     # What is found
     asked: Sequence[tuple[str, ...]] = ()  # where answers are texts: the distinct questions or sources
     references: Sequence[list[str]] = ()  # and all right answers to each
-    said: list[list[Any]] = field(default_factory=list)  # of each row, as `Task.answers` has it
-    meant: list[list[Any]] = field(default_factory=list)
+    predicted: list[list[Any]] = field(default_factory=list)  # of each row, as `Task.answers` has it
+    expected: list[list[Any]] = field(default_factory=list)
     tokens: int = 0  # of the text
     unknown: int = 0  # of these, unknown to the tokenizer
 

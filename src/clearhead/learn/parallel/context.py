@@ -4,6 +4,8 @@ In step s of the ring a process receives from the one s before it, while it work
 before. It never holds more than its own keys and those of two others. Answers to the keys of each process are
 merged by their log-sum-exp. The backward pass sends keys and values again, and their gradients back.
 
+docs/decisions/torch-pipelining.md says why it is not PyTorch's `context_parallel`.
+
 Norms, feed-forwards and the loss of each token are local. The states of the last layer stay shared out for a
 language head, and are gathered for heads that read whole rows. Outside of training every process reads whole
 rows.
@@ -13,26 +15,25 @@ model, H heads, K key/value heads, S keys, E and Ev width of a key and of a valu
 queries and s keys.
 """
 
-import functools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
 from clearhead.core.heads import Head, LanguageHead
 from clearhead.core.masks import Tokens, View
 from clearhead.core.positions import Rotary
-from clearhead.core.stack import Memory, Stack
+from clearhead.core.stack import Inputs, Memory, Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
+from clearhead.learn.parallel.pipeline import StageStack
 from clearhead.learn.parallel.ring_schedule import (
     LocalTokens,
     Ring,
@@ -48,19 +49,16 @@ from clearhead.variants.fronts import PatchFront
 from clearhead.variants.positions import RelativePositions
 
 
-class RingAttention(Attention):
-    """Attention of the queries of this process to the keys of all."""
+@dataclass(frozen=True)
+class RingPlan:
+    """How queries of this process attend to the keys of all; a `Plan` of `masks`."""
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
-    ) -> Tensor:
-        """See `Attention.attend`."""
-        if not isinstance(view, RingView):
-            return super().attend(q, k, v, view, cache, tap, x)
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        heads = list(self.heads) if self.pruned else None
-        dropout = self.dropout if self.training else 0.0
-        return attend_ring(q, k, v, view, scale, self.softcap, self.sinks(), dropout, heads)
+    view: RingView
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **formula: Any) -> Tensor:
+        """Map q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev]."""
+        scale = formula.pop("scale")
+        return attend_ring(q, k, v, self.view, q.shape[-1] ** -0.5 if scale is None else scale, **formula)
 
 
 def attend_ring(
@@ -153,9 +151,9 @@ class _Attended(torch.autograd.Function):
                 finite = merged.masked_fill(merged == -torch.inf, 0.0)  # a query that sees nothing
                 pattern = (scores - finite[..., None]).exp_()
                 pattern = (pattern * call.kept(block, pattern)).to(v.dtype)
-                found = (_by_key_head(pattern, met) @ met[..., E:]).view(*pattern.shape[:3], -1)
+                part = (_by_key_head(pattern, met) @ met[..., E:]).view(*pattern.shape[:3], -1)
                 answer[:, :, block.queries] *= (before - finite).exp()[..., None]
-                answer[:, :, block.queries] += found
+                answer[:, :, block.queries] += part
                 total[:, :, block.queries] = merged
         if sink is not None:
             merged = torch.logaddexp(total, sink.to(total.dtype)[:, None])
@@ -194,8 +192,8 @@ class _Attended(torch.autograd.Function):
                 grouped = _by_key_head(of_scores.to(q.dtype), met)  # B K H/K·t s
                 for_q[:, :, span] += (grouped @ met[..., :E]).view_as(queries)
                 for_k = grouped.transpose(-2, -1) @ _by_key_head(queries, met)
-                given = _by_key_head((pattern * kept).to(v.dtype), met)
-                for_v = given.transpose(-2, -1) @ _by_key_head(wanted, met)
+                weights_of_values = _by_key_head((pattern * kept).to(v.dtype), met)
+                for_v = weights_of_values.transpose(-2, -1) @ _by_key_head(wanted, met)
                 both = wide(torch.cat([for_k, for_v], -1))
                 slopes.add_(both) if block.keys is None else slopes.index_add_(2, block.keys, both)
             returned()
@@ -247,21 +245,13 @@ def share_tokens(model: Transformer, ring: Ring) -> None:
     for name, stack in [(name, part) for name, part in model.named_children() if isinstance(part, Stack)]:
         _check(stack, ring.size)
         for inner, part in list(stack.named_modules()):
-            if isinstance(part, Attention):
-                stack.set_submodule(inner, like(part, _joined(cast(Any, type(part)), RingAttention)))
-            elif isinstance(part, PatchFront):
+            if isinstance(part, PatchFront):
                 stack.set_submodule(inner, like(part, OwnPatches, rank=ring.rank, processes=ring.size))
         # A head of its own kind reads whole rows; a stage of a pipeline that passes states on has none.
         gathers = stack is model.main and type(model.head) is not Head
         gathers = gathers and not isinstance(model.head, LanguageHead)
-        kind = _joined(cast(Any, type(stack)), RingStack)
+        kind = RingStage if isinstance(stack, StageStack) else RingStack
         model.set_submodule(name, like(stack, kind, ring=ring, gathers=gathers, real=None))
-
-
-@functools.cache
-def _joined(kind: Any, own: Any) -> Any:
-    """Return `own`, a class of ours, or a class that has the ways of both: of some heads, of some layers."""
-    return own if kind in own.__mro__ else type(kind.__name__, (kind, own), {})
 
 
 def _check(stack: Stack, size: int) -> None:
@@ -274,13 +264,15 @@ def _check(stack: Stack, size: int) -> None:
             f"{layer} is {kind}: use data, shard or tensor",
             ConfigError,
         )
-    for found, what in (
+    for refused, what in (
         (min(spec.capacities) < 1, "depth_capacity, which ranks the tokens of whole rows"),
         (spec.layer_drop > 0, f"layer_drop {spec.layer_drop}, which draws for whole rows"),
         (spec.positions == "disentangled", "positions disentangled, whose scores are made in each layer"),
         (spec.input == "frames", 'input "frames", whose convolutions reach over the ends of chunks'),
     ):
-        refuse(found, f"{axis} cannot share out a model with {what}: use data, shard or tensor", ConfigError)
+        refuse(
+            refused, f"{axis} cannot share out a model with {what}: use data, shard or tensor", ConfigError
+        )
 
 
 class OwnPatches(PatchFront):
@@ -323,76 +315,61 @@ class RingStack(Stack):
 
     def forward(
         self,
-        inputs: Tensor,
+        inputs: Inputs,
         tokens: Tokens,
         memory: Memory | None = None,
         cache: Cache | None = None,
-        types: Tensor | None = None,
-        prefix: Tensor | None = None,
-        bias: Tensor | None = None,
-        input_mask: Tensor | None = None,
-        global_mask: Tensor | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map the inputs of whole rows to the states of the tokens here [B, t, D], or of all of them."""
         if not self.training:
-            return super().forward(
-                inputs, tokens, memory, cache, types, prefix, bias, input_mask, global_mask, tap
-            )
+            return super().forward(inputs, tokens, memory, cache, tap)
         refuse(
-            any(one is not None for one in (cache, prefix, bias)),
+            any(extra is not None for extra in (cache, inputs.prefix, inputs.bias)),
             "cache, prefix and bias are not shared out: call model.eval() first, or train without context",
         )
         layout, rank = self.layout(tokens.length), self.ring.rank
         own = local_tokens(tokens, layout, rank)
-        self.real = None if own.real is None else own.real.expand(inputs.shape[0], -1)
+        ids, types = inputs.ids, inputs.types
+        self.real = None if own.real is None else own.real.expand(ids.shape[0], -1)
         if self.spec.input != "patches":
-            inputs = layout.pick(inputs, rank)
-        types = None if types is None else layout.pick(types.expand(inputs.shape[0], -1), rank)
-        hidden = super().forward(inputs, own, memory, types=types, tap=tap)
+            ids = layout.pick(ids, rank)
+        types = None if types is None else layout.pick(types.expand(ids.shape[0], -1), rank)
+        hidden = super().forward(Inputs(ids, types=types), own, memory, tap=tap)
         if not self.gathers:
             return hidden
         # Each process computes the whole loss and counts one of `copies` shares of it.
         return layout.joined(self.ring.gathered(hidden).transpose(0, 1).flatten(1, 2))
 
-    def _views(
-        self,
-        of: Iterable[Kind],
-        tokens: Tokens,
-        cache: Cache | None,
-        prefix: Tensor | None,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        tap: Tap,
-        ids: Tensor,
-        global_mask: Tensor | None,
-    ) -> dict[Kind, View]:
+    def views(self, kinds: tuple[Kind, ...], call: StackCall) -> dict[Kind, View]:
         """Return views of the keys of all processes; outside of training, see `Stack`."""
+        inputs, tokens, dtype = call.inputs, call.tokens, call.dtype
         if not isinstance(tokens, LocalTokens):
-            return super()._views(of, tokens, cache, prefix, bias, dtype, tap, ids, global_mask)
+            return super().views(kinds, call)
         scheme, causal = self.positions, self.spec.causal
         # Some scalings of rotation go by the last position of the row.
         last = tokens.whole.positions.amax().expand(tokens.positions.shape[0], 1)
         reached, views = torch.cat([tokens.positions, last], 1), {}
-        for kind in dict.fromkeys(of):
-            turns = scheme.rotary(reached, kind.reach)
-            whole = kind.describe(tokens.whole, causal, ids, None)
+        for kind in kinds:
+            rotations = scheme.rotary(reached, kind.reach)
+            whole = kind.describe(tokens.whole, causal, inputs.ids, None)
 
             def biased(queries: Tokens, keys: Tokens, kind: Kind = kind) -> Tensor | None:
                 total = scheme.bias(queries.positions, keys.positions, dtype)
                 return cast(Tensor | None, kind.with_counts(total, queries, keys, dtype))
 
-            views[kind] = ring_view(
+            view = ring_view(
                 self.ring,
                 (whole, tokens.layout),
                 (whole, tokens.layout),
                 kind,
                 causal,
-                width=ids.shape[0] * self.spec.n_heads,
+                width=inputs.ids.shape[0] * self.spec.n_heads,
                 bias_of=biased,
                 weights=self.of_bias,
-                rotary=None if turns is None else Rotary(*(turn[:, :, :-1] for turn in turns)),
+                rotary=None if rotations is None else Rotary(*(turn[:, :, :-1] for turn in rotations)),
             )
+            views[kind] = replace(view, blocks=RingPlan(view))
         return cast(dict[Kind, View], views)
 
     def of_bias(self) -> list[Tensor]:
@@ -405,6 +382,11 @@ class RingStack(Stack):
         if not isinstance(tokens, LocalTokens):
             return super().cross_view(tokens, source, batch)
         there = TokenShards(source.length, self.ring.size, zigzag=False)
-        return ring_view(
+        view = ring_view(
             self.ring, (tokens.whole, tokens.layout), (source, there), width=batch * self.spec.n_heads
         )
+        return replace(view, blocks=RingPlan(view))
+
+
+class RingStage(StageStack, RingStack):
+    """A stage of a pipeline that, in training, works on the tokens of this process."""

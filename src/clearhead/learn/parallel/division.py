@@ -17,14 +17,14 @@ from typing import Literal, NamedTuple, Self
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.kinds import Full, Windowed
-from clearhead.core.steps import Step
 from clearhead.errors import nearest, refuse
-from clearhead.learn.parallel.plan import AXES, HELD, ROWS
+from clearhead.learn.parallel import AXES, HELD, ROWS
 from clearhead.variants.costs import DTYPES, Cost, chunk_rows, cost
+from clearhead.variants.steps import Step
 
 Split = Literal["columns", "rows", "vocabulary", "heads", "sequence", "whole"]
 # The last name of a step, or its last two where they differ: its weights, and what it keeps for the backward
-# pass. "whole": every rank of the axis has all of it. The inputs of a product by columns are gathered first.
+# pass. "whole": every rank of the axis has all of it. The inputs of a matmul by columns are gathered first.
 TENSOR: dict[str, tuple[Split, Split]] = {
     "front.tokens": ("vocabulary", "whole"),
     "q": ("columns", "heads"),
@@ -54,7 +54,7 @@ TENSOR: dict[str, tuple[Split, Split]] = {
     "encoder.hidden": ("whole", "sequence"),
     "head.out": ("vocabulary", "whole"),
 }
-# Products whose result stays with selective checkpointing; attention's answer stays too.
+# Matmuls whose result stays with selective checkpointing; attention's answer stays too.
 SELECTIVE = ("q", "v", "up", "down", "z")
 SELECTIVE_GATED = ("q", "v", "gate", "down", "z")
 
@@ -90,16 +90,15 @@ class MeshSizes(NamedTuple):
 
     def __str__(self) -> str:
         """Return the axes that divide something: "shard 8, tensor 2"."""
-        return (
-            ", ".join(f"{name} {size}" for name, size in self._asdict().items() if size > 1) or "one device"
-        )
+        sizes = [f"{name} {size}" for name, size in self._asdict().items() if size > 1]
+        return ", ".join(sizes) or "one device"
 
 
 def read_mesh(text: str) -> MeshSizes:
     """Return the mesh in a text such as "shard=8,tensor=2"."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        axis, equals, size = (piece.strip() for piece in part.partition("="))
+        axis, equals, size = (text.strip() for text in part.partition("="))
         refuse(
             not equals or not size.isdecimal() or int(size) < 1,
             f'mesh "{text}" is not understood: write axes and sizes, such as shard=8,tensor=2',
@@ -139,7 +138,7 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
     if mesh.pipeline > layers:
         return f"pipeline {mesh.pipeline} is more than the {layers} layers: choose {layers} or less"
     if mesh.context > 1 and (length % (2 * mesh.context) or config.main.input == "patches"):
-        return f"context {mesh.context} must cut rows of {length} into {2 * mesh.context} equal pieces: use 1"
+        return f"context {mesh.context} must cut rows of {length} into {2 * mesh.context} equal chunks: use 1"
     experts = config.n_experts or 1
     if experts % mesh.expert:
         return f"expert {mesh.expert} does not divide n_experts {experts}: {_choices(experts)}"
@@ -180,12 +179,8 @@ def weights_of(step: Step, mesh: MeshSizes, config: ModelConfig) -> tuple[int, i
     if not step.parameters:
         return 0, 0
     rows = _first_dimension(step, config)
-    width, (split, _), tensor = (
-        step.parameters // rows,
-        tensor_split(step),
-        parts_of(step, mesh.tensor, config),
-    )
-    sharing, inputs = mesh.sharing, step.weights // rows  # what is left of the width is a bias
+    (split, _), tensor, sharing = tensor_split(step), parts_of(step, mesh.tensor, config), mesh.sharing
+    width, inputs = step.parameters // rows, step.weights // rows  # what is left of the width is a bias
     if is_expert(step):
         width, inputs, sharing = width // mesh.expert, inputs // mesh.expert, sharing // mesh.expert
     if split in ("columns", "vocabulary"):
@@ -221,18 +216,18 @@ class Work:
     config: ModelConfig
     length: int
     rows: int  # of the whole batch
-    precision: str = "bfloat16"  # of products: float32, bfloat16, float16, float8
+    precision: str = "bfloat16"  # of matmuls: float32, bfloat16, float16, float8
     checkpointing: Checkpointing = "none"
     optimizer: str = "adamw"
     loss_chunk: int | None = None  # positions scored at a time; 0: all; None: as `train` chooses
     logit_bytes: float = 0.0  # bytes of a logit at its peak; 0: as `train` has it, compiled
-    sequence: bool = True  # `tensor` divides the tokens between products, and the logits
+    sequence: bool = True  # `tensor` divides the tokens between matmuls, and the logits
     cast: bool = True  # sharded weights are cast before they are gathered, and the residual stream is narrow
-    interleave: int = 1  # pieces of the model that each rank of `pipeline` has
+    interleave: int = 1  # chunks of the model that each rank of `pipeline` has
 
     @property
     def dtype(self) -> str:
-        """The dtype of activations: products in float8 read and write bfloat16."""
+        """The dtype of activations: matmuls in float8 read and write bfloat16."""
         return "bfloat16" if self.precision == "float8" else self.precision
 
     @property
@@ -251,7 +246,7 @@ class Work:
         return dataclasses.replace(self, sequence=False, cast=False)
 
     def autocast(self, mesh: MeshSizes) -> bool:
-        """Return True if weights are float32 until a product takes them, and the residual stream is too."""
+        """Return True if weights are float32 until a matmul takes them, and the residual stream is too."""
         return mesh.sharing == 1 or not self.cast
 
     @property
@@ -270,14 +265,14 @@ class Amounts:
     selective: float = 0.0  # the same with selective checkpointing
     full: float = 0.0  # the same with full checkpointing: the input of a block
     copies: float = 0.0  # bytes of weights cast by autocast
-    products: float = 0.0  # FLOPs of linear layers, forward and backward
+    matmuls: float = 0.0  # FLOPs of linear layers, forward and backward
     selective_again: float = 0.0  # those of the forward pass that selective checkpointing computes again
-    full_again: float = 0.0  # the same with full checkpointing: all but the last product, which nobody reads
-    cast: float = 0.0  # values that products read and write, forward and backward
+    full_again: float = 0.0  # the same with full checkpointing: all but the last matmul, which nobody reads
+    cast: float = 0.0  # values that matmuls read and write, forward and backward
     attention: float = 0.0  # FLOPs of attention that are computed: half of the square where it is causal
     head: float = 0.0  # FLOPs of the head, forward and backward
     stream: float = 0.0  # bytes of the residual stream [tokens, D]
-    joints: int = 0  # sublayers: `tensor` gathers the stream before each and scatters it behind
+    joints: int = 0  # sublayers: `tensor` gathers the stream before each and scatters it after
     keys: float = 0.0  # bytes of keys and values that `context` passes on
     routed: float = 0.0  # bytes of tokens that `expert` sends to experts and back
 
@@ -291,7 +286,7 @@ class Amounts:
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One rank of `pipeline`: its layers, and what is before and behind them."""
+    """One rank of `pipeline`: its layers, and what is before and after them."""
 
     blocks: tuple[tuple[Amounts, int], ...]  # of each kind, and how many there are
     ends: Amounts  # embeddings, the last norm, the head
@@ -328,8 +323,8 @@ def _groups(
     ends: list[Step] = []
     blocks: dict[str, list[Step]] = {}
     for step in costs_of(config, length, rows, dtype, autocast).steps:
-        found = BLOCK.match(step.name)
-        (blocks.setdefault(found[0], []) if found else ends).append(step)
+        block = BLOCK.match(step.name)
+        (blocks.setdefault(block[0], []) if block else ends).append(step)
     kinds: dict[tuple[object, ...], int] = {}
     of_block: list[int] = []
     different: list[list[Step]] = []
@@ -347,25 +342,18 @@ def stages_of(work: Work, mesh: MeshSizes, rows: int, memory: float) -> list[Pip
     """Divide a model among the ranks of `pipeline`, for micro-batches of `rows`."""
     ends, different, of_block = _groups(work.config, work.length, rows, work.dtype, work.autocast(mesh))
     kinds = [_figures(inner, work, mesh, rows, block=True) for inner in different]
-    made, count = [], len(of_block)
+    stages, count = [], len(of_block)
     for rank in range(mesh.pipeline):
         start, stop = (math.ceil(count * n / mesh.pipeline) for n in (rank, rank + 1))
         last, first = rank == mesh.pipeline - 1, rank == 0
-        mine = [step for step in ends if (last if _behind(step) else first)]
+        after = (step.part == "head" or step.name == "norm" for step in ends)
+        mine = [step for step, late in zip(ends, after) if (last if late else first)]
         if last and not first:  # a tied table is there twice: the first stage has it too
-            mine = [_untied(step) for step in mine]
+            mine = [dataclasses.replace(step, parameters=step.parameters or step.weights) for step in mine]
         logits = next((_logits(step, work, mesh, memory) for step in mine if step.name == "head.out"), NONE)
         inner = tuple((kinds[kind], n) for kind, n in Counter(of_block[start:stop]).items())
-        made.append(PipelineStage(inner, _figures(mine, work, mesh, rows, block=False), *logits))
-    return made
-
-
-def _behind(step: Step) -> bool:
-    return step.part == "head" or step.name == "norm"
-
-
-def _untied(step: Step) -> Step:
-    return dataclasses.replace(step, parameters=step.parameters or step.weights)
+        stages.append(PipelineStage(inner, _figures(mine, work, mesh, rows, block=False), *logits))
+    return stages
 
 
 def _logits(out: Step, work: Work, mesh: MeshSizes, memory: float) -> tuple[float, float]:
@@ -400,7 +388,7 @@ def _figures(steps: Sequence[Step], work: Work, mesh: MeshSizes, rows: int, bloc
             totals["selective"] += step.m * step.n * step.count * size / (context * parts)
         if step.weights:
             work_done = step.forward / (context * (parts if split != "whole" else 1))
-            totals["head" if step.name == "head.out" else "products"] += work_done * (1 + step.gradients)
+            totals["head" if step.name == "head.out" else "matmuls"] += work_done * (1 + step.gradients)
             totals["selective_again"] += work_done if block and last not in names else 0
             totals["full_again"] += work_done if block and last != "down" else 0
             totals["cast"] += 3 * step.m * (step.k + step.n) / (context * parts) if block else 0

@@ -2,7 +2,7 @@
 
 Memory is that of the device that needs the most, at the moment that needs the most: when the loss has its
 logits, or when the last block computes its gradients.
-Time is compute (matrix products, attention, the bytes that other operations move) and what communication
+Time is compute (matmuls, attention, the bytes that other operations move) and what communication
 adds: bytes over the link, less what is hidden behind compute, and the bubble of the pipeline.
 The shares of `Device` are calibrated: `benchmarks/run.py planner` compares what they predict with runs.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from clearhead.errors import InputError, nearest, refuse
+from clearhead.learn.parallel import HELD
 from clearhead.learn.parallel.division import (
     Amounts,
     Checkpointing,
@@ -21,7 +22,6 @@ from clearhead.learn.parallel.division import (
     costs_of,
     stages_of,
 )
-from clearhead.learn.parallel.plan import HELD
 from clearhead.variants.costs import LEARNING
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -41,7 +41,7 @@ class Device:
     inside: float = 32e9  # bytes per second to the other devices of the node, one way
     node: int = 8  # devices of a node
     peak_float8: float = 0.0  # FLOP/s in float8; 0: it has none
-    products: float = 0.5  # share of the peak that matrix products reach
+    products: float = 0.5  # share of the peak that matmuls reach
     float8: float = 0.5  # share of the float8 peak that they reach
     attention: float = 0.25  # share of the peak that fused attention reaches, of what it computes
     measured: bool = False  # the shares come from a run on this device
@@ -91,20 +91,22 @@ class Cluster:
 
 def device_named(name: str) -> Device:
     """Return a device by its name: "h100", "H100", "NVIDIA H100 80GB HBM3"."""
-    found = find_device(name)
-    if found is None:
+    device = find_device(name)
+    if device is None:
         raise InputError(
             f'no device is called "{name}"{nearest(name.lower(), DEVICES)}: '
             f"choose from {', '.join(DEVICES)}, or give the peak, in FLOP/s"
         )
-    return found
+    return device
 
 
 def find_device(name: str) -> Device | None:
     """Return the first device whose name is part of this one."""
     words = re.sub(r"[\s_-]+", " ", name.lower())
-    found = (one for part, one in DEVICES.items() if re.search(rf"(?<![a-z0-9]){part}(?![0-9])", words))
-    return next(found, None)
+    matches = (
+        device for part, device in DEVICES.items() if re.search(rf"(?<![a-z0-9]){part}(?![0-9])", words)
+    )
+    return next(matches, None)
 
 
 def read_cluster(
@@ -114,16 +116,7 @@ def read_cluster(
     peak: float | str = "h100",
     node: int | str | None = None,
 ) -> Cluster:
-    """Describe the devices from what a user says of them.
-
-    Args:
-        devices: how many there are.
-        memory: bytes of each, or text such as "80GB"; None: what the device has.
-        link: bytes per second of each device to other nodes, or text such as "400Gb" (bits) or "50GB"; None:
-            400 Gb.
-        peak: the name of a device, or its half-precision FLOP/s, as a number or text such as "989T".
-        node: devices of a node, or text with the link inside it too, such as "8,450GB"; None: the device's.
-    """
+    """Describe the devices from what a user says of them; see `planner.plan` for the arguments."""
     refuse(devices < 1, f"devices {devices} must be 1 or more")
     number = isinstance(peak, float | int) or re.match(NUMBER, peak.strip())
     device = Device("device", read_flops(peak), 80e9, 2e12) if number else device_named(str(peak))
@@ -140,8 +133,8 @@ def read_cluster(
 
 def read_bytes(text: float | str, name: str = "size") -> int:
     """Return the number of bytes in a text such as 500MB."""
-    found = re.fullmatch(rf"{NUMBER}\s*({'|'.join(UNITS)})", str(text).strip(), re.IGNORECASE)
-    size = int(float(found[1]) * UNITS[found[2].upper()]) if found else 0
+    match = re.fullmatch(rf"{NUMBER}\s*({'|'.join(UNITS)})", str(text).strip(), re.IGNORECASE)
+    size = int(float(match[1]) * UNITS[match[2].upper()]) if match else 0
     refuse(size < 1, f'{name} "{text}" is not understood: write a number and a unit, such as 500MB or 5GB')
     return size
 
@@ -149,10 +142,10 @@ def read_bytes(text: float | str, name: str = "size") -> int:
 def read_link(text: float | str) -> float:
     """Return bytes per second in a text: 400Gb, 400Gb/s and 400Gbps are bits, 50GB and 50GB/s are bytes."""
     pattern = rf"{NUMBER}\s*([kKMGT]?)(b|bit|bps|b/s|bit/s|B|B/s)"
-    found = re.fullmatch(pattern, str(text).strip())
+    match = re.fullmatch(pattern, str(text).strip())
     rate = float(text) if isinstance(text, float | int) else 0.0
-    if found:
-        rate = float(found[1]) * SCALES[found[2].upper()] / (1 if found[3].startswith("B") else 8)
+    if match:
+        rate = float(match[1]) * SCALES[match[2].upper()] / (1 if match[3].startswith("B") else 8)
     refuse(
         rate <= 0,
         f'link "{text}" is not understood: write bits per second, such as 400Gb, or bytes, such as 50GB',
@@ -162,10 +155,10 @@ def read_link(text: float | str) -> float:
 
 def read_flops(text: float | str) -> float:
     """Return FLOP/s in a text such as 989T, 312TFLOPS or 9.89e14."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         rf"{NUMBER}\s*([KMGTP]?)(?:FLOPS?(?:/S)?)?", str(text).strip().upper().replace("E", "e")
     )
-    rate = float(found[1]) * SCALES[found[2]] if found else 0.0
+    rate = float(match[1]) * SCALES[match[2]] if match else 0.0
     refuse(
         rate < 1e9, f'peak "{text}" is not understood: write FLOP/s, such as 989T, or the name of a device'
     )
@@ -181,24 +174,17 @@ BUCKET = 50e6  # bytes of gradients on their way, where they are averaged and no
 
 # Calibrated; see benchmarks/run.py planner.
 FORWARD = 0.22  # share of attention's time that is its forward pass
-CAST = 3  # bytes that float8 moves for each value that a product reads or writes
+CAST = 3  # bytes that float8 moves for each value that a matmul reads or writes
 MOVED = 3.0  # times that each kept byte moves between memory and processor, forward and backward
-RING = 0.9  # speed of attention in the pieces of a ring
+RING = 0.9  # speed of attention in the chunks of a ring
 LINK = 0.85  # share of a link that collectives reach
 HIDDEN = 0.75  # share of sharding's and averaging's traffic that hides behind compute, if there is enough
 LATENCY = 15e-6  # seconds of a collective, however small
 UPDATE = 28  # bytes that an update moves for each weight: value, gradient and moments
 
 
-@dataclass(frozen=True)
-class MeshMemory:
-    """Bytes of one device, by kind."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    buffers: float  # gathered and cast weights, gradients on their way, what collectives write to
+class Summed:
+    """Figures by kind, all of one unit."""
 
     @property
     def total(self) -> float:
@@ -207,7 +193,18 @@ class MeshMemory:
 
 
 @dataclass(frozen=True)
-class MeshTime:
+class MeshMemory(Summed):
+    """Bytes of one device, by kind."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float  # gathered and cast weights, gradients on their way, what collectives write to
+
+
+@dataclass(frozen=True)
+class MeshTime(Summed):
     """Seconds of a step, by what they are spent on."""
 
     compute: float
@@ -218,11 +215,6 @@ class MeshTime:
     pipeline: float
     sharding: float  # of weights and gradients: `shard` and `data`
     update: float
-
-    @property
-    def total(self) -> float:
-        """The sum of all."""
-        return float(sum(vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -275,7 +267,7 @@ def estimate(work: Work, cluster: Cluster, mesh: MeshSizes, micro_rows: int) -> 
     stages = stages_of(work, mesh, micro_rows, cluster.memory)
     memory = max(
         (_memory(stage, work, mesh, batches, rank) for rank, stage in enumerate(stages)),
-        key=lambda found: found.total,
+        key=lambda stage_memory: stage_memory.total,
     )
     slowest = max(stages, key=lambda stage: _compute(stage, work, cluster, mesh)[0])
     traffic = _traffic(slowest, stages, work, mesh, batches)
@@ -336,7 +328,7 @@ def _compute(stage: PipelineStage, work: Work, cluster: Cluster, mesh: MeshSizes
     rate = device.peak * device.products
     fast = rate
     if work.precision == "float32":
-        rate = fast = rate / 2  # products in TF32
+        rate = fast = rate / 2  # matmuls in TF32
     elif work.precision == "float8":
         fast = device.peak_float8 * device.float8
     again = {"none": 0.0, "selective": total.selective_again, "full": total.full_again}[work.checkpointing]
@@ -345,7 +337,7 @@ def _compute(stage: PipelineStage, work: Work, cluster: Cluster, mesh: MeshSizes
     moved = MOVED * (total.kept * (1 + full / 3) + (work.logit_bytes or work.size) * stage.all_logits)
     if work.precision == "float8":
         moved += CAST * total.cast
-    seconds = (total.products + again) / fast + total.head / rate + moved / device.bandwidth
+    seconds = (total.matmuls + again) / fast + total.head / rate + moved / device.bandwidth
     return seconds + attention, attention
 
 
@@ -358,10 +350,10 @@ def _traffic(
     twice = 2 + (work.checkpointing == "full")
     joints = 4 * total.joints + (2 * total.joints - stage.count) * (work.checkpointing == "full")
     stream = stage.largest.stream
-    heaviest = max(one.total.whole for one in stages)
+    heaviest = max(stage.total.whole for stage in stages)
     gathers = 1 if mesh.pipeline > 1 else 2 * batches
     scatters = 1 if mesh.pipeline > 1 else batches
-    largest = max(one.total.stored for one in stages)
+    largest = max(stage.total.stored for stage in stages)
     return {
         "data": 2 * (mesh.data - 1) / mesh.data * largest * GRADIENT,
         "shard": (sharing - 1) / sharing * heaviest * (gathers * work.gathered + scatters * GRADIENT),

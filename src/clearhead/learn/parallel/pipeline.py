@@ -3,7 +3,7 @@
 A stage is the same Transformer with its own layers alone: a layer of another stage passes the stream on, and
 the embedding of a later stage returns what was received. So the forward pass is that of `core/`. To send and
 to receive are autograd functions: the backward pass takes gradients the other way.
-docs/decisions/pipeline.md says why it is not `torch.distributed.pipelining`.
+docs/decisions/torch-pipelining.md says why it is not `torch.distributed.pipelining`.
 
 Shapes: B rows, T length, D model, X experts.
 """
@@ -31,7 +31,7 @@ from clearhead.learn.batches.batch import Batch
 from clearhead.learn.parallel import shards
 from clearhead.learn.parallel.world import World
 from clearhead.run.kernels.parts import like
-from clearhead.variants.routing import BALANCE, BY_LENGTH, counts_of, imbalance, tally
+from clearhead.variants.routing import BALANCE, counts_of, imbalance, tally
 
 Shape = tuple[torch.Size, torch.dtype]
 CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ def check(config: ModelConfig, stages: int, scaled: bool) -> None:
             "use data or shard",
         ),
         (
-            scaling in BY_LENGTH,
+            config.rotates_by_length,
             f"makes micro-batches, and rope scaling {scaling} goes by the longest row of a batch: "
             "use data, shard or tensor",
         ),
@@ -197,7 +197,7 @@ def _part(stack: Stack, layers: Sequence[int], fronts: Sequence[nn.Module]) -> S
     """Return a stack with some of its layers, and its front where that is one of `fronts`."""
     spec, embedding, positions = stack.spec, stack.embedding, stack.positions
     if 0 not in layers:
-        front = embedding.front if any(embedding.front is one for one in fronts) else None
+        front = embedding.front if any(embedding.front is own for own in fronts) else None
         gone = dict.fromkeys(("types", "norm", "project", "received"))
         embedding = like(embedding, StageInput, front=front, **gone)
         if not layers or spec.positions not in BIASES:
@@ -222,7 +222,7 @@ class StageTransformer(Transformer):
 
     stage: int
     stages: int
-    streams: tuple[int, int]  # how many come in and go out: behind an encoder its own, and a decoder's
+    streams: tuple[int, int]  # how many come in and go out: after an encoder its own, and a decoder's
     links: StageLinks
     shared: Mapping[str, Sequence[int]]  # weights of this stage that others hold too, and the stages that do
     tallies: deque[Tensor]  # of the last stage: router choices of each micro-batch before its backward pass
@@ -231,7 +231,7 @@ class StageTransformer(Transformer):
     def forward(self, *inputs: Any, **named: Any) -> Output:
         """Take what is received through the layers here, and send it on; see `Transformer.forward`.
 
-        Behind the streams goes what routers chose in all layers so far: [stacks, 2X + 1], see `tally`.
+        After the streams goes what routers chose in all layers so far: [stacks, 2X + 1], see `tally`.
         Where it is not the last stage, the logits are 0 [], and their gradient is what comes back.
         """
         sizes = (tuple(value.shape) for value in (*inputs, *named.values()) if isinstance(value, Tensor))
@@ -253,7 +253,7 @@ class StageTransformer(Transformer):
             masks = (named.get(name) for name in ("source_mask", "mask")[-len(stacks) :])
             none = torch.zeros(2 * self.config.n_experts + 1, device=self.links.device)
             chosen = [tally(stack, stack.worked_on(mask)) for stack, mask in zip(stacks, masks)]
-            sent.append(torch.stack([none if one is None else one for one in chosen]))
+            sent.append(torch.stack([none if choices is None else choices for choices in chosen]))
             if received:
                 sent[-1] = sent[-1] + received[-1]
             if self.stage == self.stages - 1:
@@ -277,13 +277,13 @@ class StageTransformer(Transformer):
             return loss
         begins = dict(zip(itertools.accumulate(cuts, initial=0), cuts))  # the first micro-batch of each batch
         if number in begins:
-            whole = [counts_of(one) for one in itertools.islice(self.tallies, begins[number])]
+            whole = [counts_of(choices) for choices in itertools.islice(self.tallies, begins[number])]
             self.counts = world.sum(torch.stack(whole).sum(0) * bool(batch.n_rows))  # stacks, X + 1
         uneven = imbalance(self.tallies.popleft(), self.counts).mean()
         return loss + BALANCE * batch.n_shared * uneven * bool(batch.n_rows)
 
     def complete(self) -> None:
-        """Sum the gradients of weights that other stages hold too, in the same order everywhere."""
+        """Sum the gradients of weights that other stages hold too, in the same order in all of them."""
         named = dict(self.named_parameters())
         for name, stages in self.shared.items():
             parameter = named[name]
@@ -324,7 +324,7 @@ class _Receive(torch.autograd.Function):
 
 
 class _Send(torch.autograd.Function):
-    """0 [], having sent tensors to the stage behind; their gradients come from there."""
+    """0 [], having sent tensors to the next stage; their gradients come from there."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, links: StageLinks, key: object, *sent: Tensor) -> Tensor:
@@ -348,17 +348,17 @@ def staged(model: Transformer, world: World, device: torch.device) -> StageTrans
     for stage in range(stages):
         named = dict(stage_of(model, stage, stages).named_parameters())
         refuse(
-            not any(one.requires_grad for one in named.values()),
+            not any(parameter.requires_grad for parameter in named.values()),
             f"train.freeze leaves nothing to train in stage {stage + 1} of parallel.pipeline {stages}: "
             "freeze less, or use fewer stages",
             ConfigError,
         )
         for name in named:
             holders.setdefault(name, []).append(stage)
-    made = stage_of(model, place, stages)
-    made.links = StageLinks(world, device)
-    made.shared = {name: held for name, held in holders.items() if place in held and len(held) > 1}
-    return made
+    stage_here = stage_of(model, place, stages)
+    stage_here.links = StageLinks(world, device)
+    stage_here.shared = {name: held for name, held in holders.items() if place in held and len(held) > 1}
+    return stage_here
 
 
 # The schedule ---------------------------------------------------------------------------------------------

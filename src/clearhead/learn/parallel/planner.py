@@ -9,9 +9,9 @@ from typing import Any, get_args
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import ConfigError, InputError, nearest, refuse
+from clearhead.learn.parallel import AXES, ParallelPlan
 from clearhead.learn.parallel.division import Checkpointing, MeshSizes, Work, check_axis, read_mesh, refusal
 from clearhead.learn.parallel.estimate import Cluster, MeshCost, estimate, read_cluster
-from clearhead.learn.parallel.plan import AXES, ParallelPlan
 from clearhead.variants.costs import DTYPES, LEARNING, cost
 from clearhead.variants.presets import preset
 
@@ -57,7 +57,7 @@ class MeshReport:
             "optimizer": work.optimizer,
             "tried": self.tried,
             "fitting": self.fitting,
-            "meshes": [one.to_dict() for one in self.meshes],
+            "meshes": [mesh.to_dict() for mesh in self.meshes],
             "notes": list(self.notes),
         }
 
@@ -88,8 +88,8 @@ def plan(
         link: bytes per second of each device to other nodes, or text: "400Gb" (bits), "50GB" (bytes).
         length: tokens of a row; None: as many as the model has positions for.
         batch: tokens of a step on all devices; None: a row for each device.
-        precision: float32, bfloat16, float16 or float8, of products.
-        checkpointing: none, selective (products are computed again) or full (whole blocks are).
+        precision: float32, bfloat16, float16 or float8, of matmuls.
+        checkpointing: none, selective (matmuls are computed again) or full (whole blocks are).
         optimizer: a name of `costs.LEARNING`.
         peak: the name of a device, such as "h100" or "a100", or its half-precision FLOP/s.
         node: devices of a node, or text with the link inside it too, such as "8,450GB"; None: the device's.
@@ -99,47 +99,6 @@ def plan(
     """
     config = preset(config) if isinstance(config, str) else config
     machine = read_cluster(devices, memory, link, peak, node)
-    work = _work(config, length, batch, devices, precision, checkpointing, optimizer)
-    refuse(top < 1, f"top {top} must be 1 or more")
-    refuse(
-        precision == "float8" and not machine.device.peak_float8,
-        f"{machine.device.name} has no products in float8: use bfloat16",
-    )
-    for axis in axes:
-        check_axis(axis)
-    sizes = read_mesh(mesh) if isinstance(mesh, str) else mesh
-    found = [_explained(work, machine, sizes)] if sizes else list(_meshes(work, machine, axes))
-    fitting = [one for one in found if one.fits]
-    if not sizes and not fitting:
-        raise InputError(_no_fit(work, machine, found, axes))
-    ranked = sorted(fitting or found, key=lambda one: (one.time.total, one.memory.total))
-    different: dict[tuple[bool, ...], MeshCost] = {}
-    for one in ranked:
-        different.setdefault(tuple(size > 1 for size in one.mesh), one)
-    best = tuple(different.values())[:top]
-    parameters = cost(config, work.length).parameters.total
-    notes = tuple(_notes(work, machine, ranked[0]))
-    return MeshReport(config, machine, work, parameters, best, len(fitting), len(found), notes)
-
-
-def fits(work: Work, plan: ParallelPlan, memory: float) -> bool:
-    """Return True if a step of `train` fits devices of so many bytes; `work.rows` are rounded up."""
-    mesh = MeshSizes(**{axis: getattr(plan, axis) for axis in AXES})
-    micro = math.ceil(work.rows / mesh.rows)
-    devices = read_cluster(mesh.devices, int(FILLED * memory))
-    return estimate(dataclasses.replace(work.as_trained, rows=micro * mesh.rows), devices, mesh, micro).fits
-
-
-def _work(
-    config: ModelConfig,
-    length: int | None,
-    batch: int | None,
-    devices: int,
-    precision: str,
-    checkpointing: Checkpointing,
-    optimizer: str,
-) -> Work:
-    """Check what is trained, and how."""
     for name, value, known in (
         ("precision", precision, PRECISIONS),
         ("checkpointing", checkpointing, get_args(Checkpointing)),
@@ -150,15 +109,48 @@ def _work(
             f'{name} "{value}" is not known{nearest(value, known)}: choose from {", ".join(known)}',
             ConfigError,
         )
-    length = cost(config, length).length
-    tokens = config.main.n_tokens(length)
+    counted = cost(config, length)
+    tokens = config.main.n_tokens(counted.length)
     rows, rest = divmod(devices * tokens if batch is None else batch, tokens)
     refuse(
         rows < 1 or rest,
         f"batch {batch} is no multiple of the {tokens} tokens of a row: use {max(1, rows) * tokens}, "
         "or another length",
     )
-    return Work(config, length, rows, precision, checkpointing, optimizer).as_trained
+    work = Work(config, counted.length, rows, precision, checkpointing, optimizer).as_trained
+    refuse(top < 1, f"top {top} must be 1 or more")
+    refuse(
+        precision == "float8" and not machine.device.peak_float8,
+        f"{machine.device.name} has no matmuls in float8: use bfloat16",
+    )
+    for axis in axes:
+        check_axis(axis)
+    sizes = read_mesh(mesh) if isinstance(mesh, str) else mesh
+    options = (
+        [_explained(work, machine, sizes)]
+        if sizes
+        else [_fastest(work, machine, shape) for shape in _shapes(work, machine, axes)]
+    )
+    fitting = [option for option in options if option.fits]
+    if not sizes and not fitting:
+        raise InputError(_no_fit(work, machine, options, axes))
+    ranked = sorted(fitting or options, key=lambda option: (option.time.total, option.memory.total))
+    different: dict[tuple[bool, ...], MeshCost] = {}
+    for option in ranked:
+        different.setdefault(tuple(size > 1 for size in option.mesh), option)
+    best = tuple(different.values())[:top]
+    notes = tuple(_notes(work, machine, ranked[0]))
+    return MeshReport(
+        config, machine, work, counted.parameters.total, best, len(fitting), len(options), notes
+    )
+
+
+def fits(work: Work, plan: ParallelPlan, memory: float) -> bool:
+    """Return True if a step of `train` fits devices of so many bytes; `work.rows` are rounded up."""
+    mesh = MeshSizes(**{axis: getattr(plan, axis) for axis in AXES})
+    micro = math.ceil(work.rows / mesh.rows)
+    devices = read_cluster(mesh.devices, int(FILLED * memory))
+    return estimate(dataclasses.replace(work.as_trained, rows=micro * mesh.rows), devices, mesh, micro).fits
 
 
 def _divisors(number: int) -> list[int]:
@@ -186,12 +178,6 @@ def _shapes(work: Work, cluster: Cluster, axes: Sequence[str]) -> Iterator[MeshS
                 yield mesh
 
 
-def _meshes(work: Work, cluster: Cluster, axes: Sequence[str]) -> Iterator[MeshCost]:
-    """Yield the cost of each sensible mesh."""
-    for mesh in _shapes(work, cluster, axes):
-        yield _fastest(work, cluster, mesh)
-
-
 def _fastest(work: Work, cluster: Cluster, mesh: MeshSizes) -> MeshCost:
     """Return the cost of a mesh with the fastest micro-batches that fit; else with the smallest."""
     rows = work.rows // mesh.rows
@@ -201,7 +187,7 @@ def _fastest(work: Work, cluster: Cluster, mesh: MeshSizes) -> MeshCost:
         tried = estimate(work, cluster, mesh, size)
         if not tried.fits:  # nor will a larger one
             break
-        best = min(best, tried, key=lambda one: one.time.total)
+        best = min(best, tried, key=lambda option: option.time.total)
     return best
 
 
@@ -223,14 +209,14 @@ def _explained(work: Work, cluster: Cluster, mesh: MeshSizes) -> MeshCost:
     return _fastest(work, cluster, mesh)
 
 
-def _no_fit(work: Work, cluster: Cluster, found: list[MeshCost], axes: Sequence[str]) -> str:
+def _no_fit(work: Work, cluster: Cluster, options: list[MeshCost], axes: Sequence[str]) -> str:
     """Say that nothing fits, what comes closest, and what would fit."""
-    if not found:
+    if not options:
         return (
             f"no mesh of {cluster.devices} devices divides {work.rows} rows: use a batch of "
             f"{cluster.devices * (work.tokens // work.rows)} tokens, or another number of devices"
         )
-    closest = min(found, key=lambda one: one.memory.total)
+    closest = min(options, key=lambda mesh: mesh.memory.total)
     kinds = sorted(vars(closest.memory).items(), key=lambda kind: -kind[1])[:2]
     largest = " and ".join(f"{name} {size / 1e9:,.1f} GB" for name, size in kinds)
     return (
@@ -268,6 +254,6 @@ def _notes(work: Work, cluster: Cluster, best: MeshCost) -> Iterator[str]:
     if not cluster.device.measured:
         yield f"no run on {cluster.device.name} was measured: times assume the usual shares of its peak"
     if work.precision == "float8" and cluster.devices > 1:
-        yield "`clearhead train` has float8 on one device only: with several its products are in bfloat16"
+        yield "`clearhead train` has float8 on one device only: with several its matmuls are in bfloat16"
     if work.checkpointing == "selective":
         yield "`clearhead train` has no selective checkpointing: train.checkpointing is what is full here"

@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.masks import Tokens, View, compose
 from clearhead.core.positions import Rotary
+from clearhead.errors import InputError
 from clearhead.variants.blocks import Bias, meeting
 
 TILES = 1024  # of a row, at most
@@ -71,8 +72,8 @@ class TokenShards:
         Padding is a copy of the last token or, of [B, T], `fill`.
         """
         slots = self.slots(rank, x.device)
-        found = x[:, slots.clamp(max=self.length - 1)]
-        return found if fill is None else found.masked_fill(slots >= self.length, fill)
+        picked = x[:, slots.clamp(max=self.length - 1)]
+        return picked if fill is None else picked.masked_fill(slots >= self.length, fill)
 
     def joined(self, x: Tensor) -> Tensor:
         """Return rows in their own order from those of all processes: [B, N·t, ...] -> [B, T, ...]."""
@@ -195,6 +196,10 @@ class RingView(View):
     bias_of: Bias
     weights: Callable[[], list[Tensor]]  # that the bias is made of, and that are trained
 
+    def spelled_out(self) -> View:
+        """Refuse: no process has the scores of a whole row."""
+        raise InputError("attention whose tokens are shared out shows no scores: train without context")
+
     def seen(self, block: ScoreBlock) -> Tensor | None:
         """Return the mask of a block [B|1, 1, t, s]; None: all of it."""
         queries, keys = self._tokens(block)
@@ -245,7 +250,11 @@ def ring_view(
         for span in spans:
             some = seen[ring.rank, span.start // size : span.stop // size, source].any(0)
             if some.any():
-                index = None if bool((some == wanted).all()) else _tokens_of(some[wanted], size).to(device)
+                index = (
+                    None
+                    if bool((some == wanted).all())
+                    else tokens_of[: int(wanted.sum())][some[wanted]].flatten().to(device)
+                )
                 slots = tokens_of[some].flatten().to(device) + source * of_keys.each
                 blocks.append(ScoreBlock(count, span, index, slots))
                 count += 1
@@ -261,8 +270,3 @@ def ring_view(
         weights=weights,
         rotary=rotary,
     )
-
-
-def _tokens_of(chosen: Tensor, size: int) -> Tensor:
-    """Return the tokens of the tiles that are chosen [tiles]."""
-    return torch.arange(len(chosen) * size).view(-1, size)[chosen].flatten()

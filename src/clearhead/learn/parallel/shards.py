@@ -36,7 +36,7 @@ def whole(tensor: Tensor) -> Tensor:
 def is_split(model: nn.Module) -> bool:
     """Return True for a model of which each process holds a part."""
     own = (part._parameters.values() for part in model.modules())  # each call to `generate` asks: be quick
-    return any(hasattr(one, "device_mesh") for some in own for one in some)
+    return any(hasattr(parameter, "device_mesh") for some in own for parameter in some)
 
 
 def place_of(held: Any) -> Place:
@@ -44,8 +44,8 @@ def place_of(held: Any) -> Place:
     spans = [(0, size) for size in held.shape]
     if hasattr(held, "device_mesh"):
         mesh = held.device_mesh
-        places = zip(mesh.shape, mesh.get_coordinate(), held.placements)
-        for size, index, placement in reversed(list(places)):  # the innermost axis is split first
+        axes = zip(mesh.shape, mesh.get_coordinate(), held.placements)
+        for size, index, placement in reversed(list(axes)):  # the innermost axis is split first
             if hasattr(placement, "dim"):
                 begin, length = spans[placement.dim]
                 step = math.ceil(length / size)
@@ -90,7 +90,7 @@ def put(parameters: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
 @torch.no_grad()
 def materialise(model: Transformer, device: torch.device, unread: Unread) -> None:
     """Give memory to the parameters of a model that are on the meta device, and read the parts held here."""
-    model._apply(lambda one: torch.empty_like(one, device=device))  # type: ignore[no-untyped-call]
+    model.to_empty(device=device)
     model.tie()
     named = dict(model.named_parameters())
     for name, value in unread.each(named):
@@ -104,21 +104,23 @@ def wholes(tensors: Mapping[str, Tensor], keep: bool) -> Iterator[tuple[str, Ten
 
     The first process keeps them. One that it has no part of comes from the first process that has one.
     """
-    everyone: list[dict[str, Any]] = [{name: (one.shape, one.dtype) for name, one in tensors.items()}]
+    everyone: list[dict[str, Any]] = [
+        {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    ]
     if dist.is_initialized():
         own, everyone = everyone[0], [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
     for name in dict.fromkeys(name for names in everyone for name in names):
         source = next(rank for rank, names in enumerate(everyone) if name in names)
-        found = whole(tensors[name].detach()).cpu() if name in tensors else None
-        if keep and found is None:
+        tensor = whole(tensors[name].detach()).cpu() if name in tensors else None
+        if keep and tensor is None:
             shape, dtype = everyone[source][name]
-            found = torch.empty(shape, dtype=dtype)
-            dist.recv(found, source)
-        elif found is not None and source and source == dist.get_rank():
-            dist.send(found.contiguous(), 0)
-        if keep and found is not None:
-            yield name, found
+            tensor = torch.empty(shape, dtype=dtype)
+            dist.recv(tensor, source)
+        elif tensor is not None and source and source == dist.get_rank():
+            dist.send(tensor.contiguous(), 0)
+        if keep and tensor is not None:
+            yield name, tensor
 
 
 def rest(model: nn.Module) -> None:
@@ -131,18 +133,18 @@ def rest(model: nn.Module) -> None:
 def emptied(model: Transformer) -> Transformer:
     """Return a copy of a model whose parameters are on the meta device."""
     memo: dict[int, object] = {
-        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
-        for one in model.parameters()
+        id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
     }
     return copy.deepcopy(model, memo)
 
 
-def assembled(empty: Transformer, found: Mapping[str, Tensor]) -> Transformer:
+def assembled(empty: Transformer, weights: Mapping[str, Tensor]) -> Transformer:
     """Return a plain model with whole weights by name."""
-    made = emptied(empty)
-    made.load_state_dict(found, strict=False, assign=True)
-    made.tie()
-    return made
+    model = emptied(empty)
+    model.load_state_dict(weights, strict=False, assign=True)
+    model.tie()
+    return model
 
 
 def norm_of(tensors: Sequence[Tensor], processes: int, experts: int, device: torch.device) -> Tensor:
@@ -151,7 +153,8 @@ def norm_of(tensors: Sequence[Tensor], processes: int, experts: int, device: tor
     `processes`: how many hold a part of the same tensors; `experts`: how many hold experts of their own.
     """
     squares = [
-        local(one).detach().float().square().sum() / copies_of(one, processes, experts) for one in tensors
+        local(tensor).detach().float().square().sum() / copies_of(tensor, processes, experts)
+        for tensor in tensors
     ]
     total = torch.stack([torch.zeros((), device=device), *squares]).sum()
     dist.all_reduce(total)
@@ -205,19 +208,19 @@ class Exchange:
                 if all(length for _, length in place):
                     self.holders.setdefault(name, {}).setdefault(place, []).append(rank)
         for name, (shape, _) in self.forms.items():
-            found = sum(math.prod(length for _, length in place) for place in self.holders.get(name, ()))
+            count = sum(math.prod(length for _, length in place) for place in self.holders.get(name, ()))
             refuse(
-                found != math.prod(shape),
-                f"processes hold {found:,} numbers of {name}, which has shape {shape}: it cannot be saved",
+                count != math.prod(shape),
+                f"processes hold {count:,} numbers of {name}, which has shape {shape}: it cannot be saved",
                 CheckpointError,
             )
 
     def gathered(self, own: Made) -> list[Made]:
         """Return what each process has, in order."""
-        found: list[Any] = [own] * self.processes
+        parts: list[Any] = [own] * self.processes
         if self.group is not None:
-            dist.all_gather_object(found, own, group=self.group)
-        return found
+            dist.all_gather_object(parts, own, group=self.group)
+        return parts
 
     def fetch(self, name: str, owner: int) -> Tensor | None:
         """Bring a whole tensor to one process; the others send what they have of it, and get None."""

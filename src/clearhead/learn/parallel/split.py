@@ -12,8 +12,10 @@ first. The gradient takes the same ways.
 Shapes: B batch, T length, H heads, K key/value heads, E head width, D model or width in, N width out, R rank.
 """
 
+import atexit
 import logging
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -24,7 +26,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_gather_tensor, all_to_all_single
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -46,27 +48,29 @@ from clearhead.core.stack import Stack
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
+from clearhead.hub.checkpoint import Unread
+from clearhead.learn.parallel import ParallelPlan
 from clearhead.learn.parallel.context import share_tokens
 from clearhead.learn.parallel.division import TENSOR
 from clearhead.learn.parallel.ring_schedule import Ring
-from clearhead.learn.parallel.shards import parted, whole
-from clearhead.learn.parallel.world import World
+from clearhead.learn.parallel.shards import local, materialise, parted, whole
+from clearhead.learn.parallel.world import World, join
 from clearhead.run.kernels.lora import LoraLinear
 from clearhead.run.kernels.parts import like
 from clearhead.variants.gated_delta import DeltaLayer
 from clearhead.variants.linear import LinearAttention, LowRankAttention
 from clearhead.variants.positions import RelativePositions
-from clearhead.variants.routing import BY_LENGTH, Experts
+from clearhead.variants.routing import Experts
 
 
 def shared(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return a tensor that every process of a group has; its gradient is the sum of theirs."""
-    return cast(Tensor, _Shared.apply(x, group))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SumInOnePass.apply(x, group, False))  # type: ignore[no-untyped-call]
 
 
 def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the sum over the processes of a group, all of which go on with it alike."""
-    return cast(Tensor, _Summed.apply(x, group))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SumInOnePass.apply(x, group, True))  # type: ignore[no-untyped-call]
 
 
 def _all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,33 +79,19 @@ def _all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-class _Shared(torch.autograd.Function):
-    """The same tensor; the gradient is summed."""
+class _SumInOnePass(torch.autograd.Function):
+    """The sum over a group in the forward pass or in the backward pass; the other one changes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        """Sum the gradient."""
-        return _all(upstream, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum; the gradient is the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _all(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, forward: bool) -> Tensor:
+        ctx.group, ctx.later = group, not forward
+        return _all(x, group) if forward else x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
-        """Pass the gradient on."""
-        return upstream, None
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
+        """Sum the gradient, or pass it on."""
+        return _all(upstream, ctx.group) if ctx.later else upstream, None, None
 
 
 class SplitLora(LoraLinear):
@@ -122,11 +112,11 @@ class SplitLora(LoraLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]; of rows, x is the part of this process."""
-        held = cast(DTensor, self.b if self.columns else self.a).to_local()
+        part = cast(DTensor, self.b if self.columns else self.a).to_local()
         if self.columns:
-            update = nnf.linear(nnf.linear(shared(x, self.group), self.a), held)
+            update = nnf.linear(nnf.linear(shared(x, self.group), self.a), part)
         else:
-            update = nnf.linear(summed(nnf.linear(x, held), self.group), self.b)
+            update = nnf.linear(summed(nnf.linear(x, part), self.group), self.b)
         return self.base(x) + self.scale * update  # type: ignore[no-any-return]
 
 
@@ -153,16 +143,16 @@ class SplitExperts(Experts):
         own, processes = len(self.experts), len(self.shares)
         theirs = counts.new_empty(processes * own)
         dist.all_to_all_single(theirs, counts, [own] * processes, self.shares, group=self.group)
-        asked, found = counts.tolist(), theirs.tolist()  # [X]; of each process, for each expert here
+        sent, received = counts.tolist(), theirs.tolist()  # [X]; of each process, for each expert here
         ends = [0, *accumulate(self.shares)]
-        going = [sum(asked[begin:end]) for begin, end in pairwise(ends)]
-        coming = [sum(found[begin : begin + own]) for begin in range(0, len(found), own)]
+        going = [sum(sent[begin:end]) for begin, end in pairwise(ends)]
+        coming = [sum(received[begin : begin + own]) for begin in range(0, len(received), own)]
 
-        here = torch.split(self._travel(rows, going, coming), found)  # by process, then by expert
+        here = torch.split(self._travel(rows, going, coming), received)  # by process, then by expert
         each = []
         for number, expert in enumerate(self.experts.values()):
             answer = expert(torch.cat(here[number::own]))
-            each.append(torch.split(answer, found[number::own]))
+            each.append(torch.split(answer, received[number::own]))
         answers = [part for process in zip(*each) for part in process]
         return self._travel(torch.cat(answers), coming, going)
 
@@ -180,7 +170,7 @@ def split_experts(model: Transformer, mesh: DeviceMesh) -> list[list[nn.Module]]
         f"parallel.expert {size} shares out experts, and the model has none: use data, shard or tensor",
         ConfigError,
     )
-    found: list[list[nn.Module]] = []
+    experts: list[list[nn.Module]] = []
     for name, part in mixtures:
         count = len(part.experts)
         refuse(
@@ -190,11 +180,11 @@ def split_experts(model: Transformer, mesh: DeviceMesh) -> list[list[nn.Module]]
         )
         ends = [count * number // size for number in range(size + 1)]
         own = {str(number): part.experts[number] for number in range(ends[place], ends[place + 1])}
-        found.append(list(own.values()))
+        experts.append(list(own.values()))
         shares = [end - begin for begin, end in pairwise(ends)]
         changes = {"experts": nn.ModuleDict(own), "group": mesh.get_group(), "shares": shares}
         model.set_submodule(name, like(part, SplitExperts, **changes))
-    return found
+    return experts
 
 
 # Tensor parallelism and sharding --------------------------------------------------------------------------
@@ -220,13 +210,9 @@ def split(
 ) -> list[nn.Parameter]:
     """Split a model over the mesh of a world, in place; parameters keep their names and become DTensors.
 
-    The model comes from main memory; each block visits the device of the mesh to be split.
-
-    Args:
-        compiled: compile each block.
-        offload: keep the parts in main memory; a block visits the device to compute.
-
-    Returns: the parameters whose gradients are to be summed over the tensor axis, see `SplitAttention`.
+    The model comes from main memory; each block visits the device of the mesh to be split. `offload`: the
+    parts stay in main memory, and a block visits the device to compute.
+    Returns the parameters whose gradients are to be summed over the tensor axis, see `SplitAttention`.
     """
     assert world.mesh is not None
     partial = split_tensors(model, world.mesh["tensor"]) if world.plan.tensor > 1 else []
@@ -243,7 +229,7 @@ def split(
     for own in experts:
         fully_shard(own, **{**sharding, "mesh": world.expert_held})
     for stack in (part for part in model.children() if isinstance(part, Stack)):
-        for block in (one for one in stack.blocks if next(one.parameters(), None) is not None):
+        for block in (part for part in stack.blocks if next(part.parameters(), None) is not None):
             if compiled:
                 block.compile()
             fully_shard(block, **sharding)
@@ -272,8 +258,7 @@ class JointRope(RopePositions):
 def share_lengths(model: Transformer, world: World) -> None:
     """Let rotary positions that are scaled by the longest row know that of the whole batch."""
     for stack in (part for part in model.children() if isinstance(part, Stack)):
-        scaling = stack.spec.rope_scaling
-        if isinstance(stack.positions, RopePositions) and scaling is not None and scaling.kind in BY_LENGTH:
+        if isinstance(stack.positions, RopePositions) and stack.spec.rotates_by_length:
             stack.positions = like(stack.positions, JointRope, group=world.together)
 
 
@@ -451,3 +436,106 @@ def _check(name: str, part: nn.Module, size: int) -> None:
             "choose a divisor",
             ConfigError,
         )
+
+
+# A model for use --------------------------------------------------------------------------------------------
+
+
+def split_for_use(
+    model: Transformer, unread: Unread, sizes: Mapping[str, int], device: torch.device
+) -> Transformer:
+    """Split a model that has no weights yet, and read this process's parts; the processes stay joined."""
+    refuse(
+        sizes.keys() != {"tensor"},
+        f'parallel {dict(sizes)} is not possible: a model for use is split by heads, as {{"tensor": 2}}',
+        ConfigError,
+    )
+    plan, opened = ParallelPlan(data=1, shard=1, **sizes), dist.is_initialized()
+    world = join()
+    if not opened and dist.is_initialized():
+        atexit.register(_leave)
+    plan = plan.settled(world.size)
+    if plan.tensor > 1:
+        mesh = init_device_mesh(device.type, (plan.tensor,), mesh_dim_names=("tensor",))
+        split_tensors(model, mesh)
+        multiply_here(model, mesh)
+    materialise(model, device, unread)
+    return model.eval()
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def multiply_here(model: Transformer, mesh: DeviceMesh) -> None:
+    """Let split layers compute with plain tensors, in place; parameters stay DTensors."""
+    heads = {part.out for part in model.modules() if isinstance(part, LanguageHead)}
+    for name, part in list(model.named_modules()):
+        if not isinstance(part, nn.Linear | nn.Embedding) or not isinstance(part.weight, DTensor):
+            continue
+        kind: type[LocalColumns | LocalRows | LocalWords | LocalTable] = LocalTable
+        if isinstance(part, nn.Linear):
+            by_columns = part.weight.placements[0].is_shard(0)
+            kind = LocalWords if part in heads else LocalColumns if by_columns else LocalRows
+        own = {"group": mesh.get_group(), "rank": mesh.get_local_rank(), "size": mesh.size()}
+        local_part = like(part, kind, **own)
+        local_part._forward_hooks, local_part._forward_pre_hooks = OrderedDict(), OrderedDict()  # DTensor's
+        model.set_submodule(name, local_part)
+
+
+def _linear_here(layer: nn.Linear, x: Tensor) -> Tensor:
+    return nnf.linear(x, local(layer.weight), None if layer.bias is None else local(layer.bias))
+
+
+class LocalColumns(nn.Linear):
+    """A linear layer with some of the outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N here]."""
+        return _linear_here(self, x)
+
+
+class LocalRows(nn.Linear):
+    """A linear layer with some of the inputs: what the processes find is added up."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D here] -> [..., N]."""
+        y = nnf.linear(x, local(self.weight))
+        dist.all_reduce(y, group=self.group)
+        return y if self.bias is None else y + local(self.bias)
+
+
+class LocalWords(nn.Linear):
+    """An output layer with some of the words: what the processes find is laid side by side."""
+
+    group: dist.ProcessGroup
+    size: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., V]."""
+        y = _linear_here(self, x)
+        width = math.ceil(self.out_features / self.size)  # the last process may have fewer
+        y = nnf.pad(y, (0, width - y.shape[-1])).contiguous()
+        parts = [torch.empty_like(y) for _ in range(self.size)]
+        dist.all_gather(parts, y, group=self.group)
+        return torch.cat(parts, -1)[..., : self.out_features]
+
+
+class LocalTable(nn.Embedding):
+    """A token table with some of the words: a token is nothing where it is not."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T] -> [B, T, D]."""
+        table = local(self.weight)
+        own = ids - self.rank * math.ceil(self.num_embeddings / self.size)
+        here = (own >= 0) & (own < len(table))
+        y = nnf.embedding(own.where(here, 0), table) * here[..., None]
+        dist.all_reduce(y, group=self.group)
+        return y

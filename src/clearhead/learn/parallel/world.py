@@ -23,8 +23,17 @@ from torch.distributed.rendezvous import rendezvous
 
 from clearhead.errors import ConfigError, TrainingError, refuse
 from clearhead.learn.batches.batch import Batch
-from clearhead.learn.parallel import restarts, shards, started
-from clearhead.learn.parallel.plan import AXES, EXPERT_HELD, HELD, ROWS, TOKENS, ParallelPlan
+from clearhead.learn.parallel import (
+    AXES,
+    EXPERT_HELD,
+    HELD,
+    ROWS,
+    TOKENS,
+    ParallelPlan,
+    restarts,
+    shards,
+    started,
+)
 
 Made = TypeVar("Made")
 APART = 7_368_787  # between the seeds of two shares
@@ -145,10 +154,10 @@ class World:
         """Return True in every process if `flag` is True in one."""
         if self.size == 1:
             return flag
-        found = torch.tensor(int(flag))
+        any_flag = torch.tensor(int(flag))
         with self.waiting("the end of a step"):
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
+            dist.all_reduce(any_flag, op=dist.ReduceOp.MAX)
+        return bool(any_flag)
 
     def clip(
         self,
@@ -162,12 +171,14 @@ class World:
         """
         if self.mesh is None:
             return nn.utils.clip_grad_norm_(parameters, most)
-        gradients = [one.grad for one in parameters if one.grad is not None]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         with self.waiting("the norm of the gradients"):
-            known = [one.grad for one in counted if one.grad is not None]
+            known = [parameter.grad for parameter in counted if parameter.grad is not None]
             processes, experts = self.size // self.extent("pipeline"), self.extent("expert")
             norm = shards.norm_of(known, processes, experts, parameters[0].device)
-        torch._foreach_mul_([shards.local(one) for one in gradients], (most / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(
+            [shards.local(gradient) for gradient in gradients], (most / (norm + 1e-6)).clamp(max=1.0)
+        )
         return norm
 
     def complete(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -203,37 +214,37 @@ class World:
 
     def once(self, make: Callable[[], Made]) -> Made:
         """Call `make` in the first process, and return what it made in every one."""
-        made: list[Any] = [make()] if self.first else [None]
+        value: list[Any] = [make()] if self.first else [None]
         if self.size > 1:
             with self.waiting("what the first process prepares"):
-                dist.broadcast_object_list(made)
-        return made[0]  # type: ignore[no-any-return]
+                dist.broadcast_object_list(value)
+        return value[0]  # type: ignore[no-any-return]
 
     def gathered(self, own: Made) -> list[Made]:
         """Return what each share has, in order; of a pipeline, what its last stage has."""
         count = self.shares * self.extent("pipeline")
         if count == 1:
             return [own]
-        found: list[Any] = [None] * count
+        shares: list[Any] = [None] * count
         with self.waiting("the results of a batch"):
-            dist.all_gather_object(found, own, group=self.through)
-        return found[-self.shares :]
+            dist.all_gather_object(shares, own, group=self.through)
+        return shares[-self.shares :]
 
     def everyone(self, own: Made) -> list[Made]:
         """Return what each process has, in order."""
         if self.size == 1:
             return [own]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self.waiting("what each process has"):
-            dist.all_gather_object(found, own)
-        return found
+            dist.all_gather_object(values, own)
+        return values
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Refuse a process whose data, settings or versions are not those of the first one."""
-        found = self.everyone(dict(facts))
-        for rank, theirs in enumerate(found):
-            for name in sorted(found[0].keys() | theirs.keys()):
-                value, own = found[0].get(name), theirs.get(name)
+        everyone = self.everyone(dict(facts))
+        for rank, theirs in enumerate(everyone):
+            for name in sorted(everyone[0].keys() | theirs.keys()):
+                value, own = everyone[0].get(name), theirs.get(name)
                 refuse(
                     own != value,
                     f"process {rank} has another {name} than process 0 ({own}, not {value}): "
@@ -261,11 +272,11 @@ class World:
             _store().set(f"at/{self.rank}", f"{WAITED} for others")
             time.sleep(TELLING)
             others = (rank for rank in range(self.size) if rank != self.rank)
-            places = {rank: _store().get(f"at/{rank}").decode() for rank in others}
+            last_calls = {rank: _store().get(f"at/{rank}").decode() for rank in others}
         except RuntimeError:
             return "the process that started it is gone"
-        rank = min(places, key=places.__getitem__)
-        return f"process {rank} came no further than {places[rank].partition(' ')[2]}"
+        rank = min(last_calls, key=last_calls.__getitem__)
+        return f"process {rank} came no further than {last_calls[rank].partition(' ')[2]}"
 
 
 ALONE = World()

@@ -1,4 +1,4 @@
-"""Text in, text out: generate, translate, and score what is already written.
+"""Text in, text out: generate, translate, chat, and score what is already written.
 
 Shapes: B rows, S source length, T length, V vocabulary.
 """
@@ -10,23 +10,36 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from clearhead.core.checks import check_stack_input
 from clearhead.core.config import TABLES
-from clearhead.core.transformer import Transformer, evaluating
+from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, nearest, refuse
-from clearhead.learn.batches.padding import padded, real_tokens
+from clearhead.hub.files import reading
+from clearhead.hub.sentencepiece import token_text
+from clearhead.hub.tokenizer import TEMPLATE, templates_of
+from clearhead.hub.tokens.chat import ASSISTANT, KNOWN, ChatTemplate, Message
+from clearhead.hub.tokens.text import clean
+from clearhead.hub.tokens.training import SpecialTokens
+from clearhead.hub.vocabularies import ROLES
+from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
 from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Generation, Score
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate import beam, engine, speculate
-from clearhead.run.generate.decode import Continuation, Ends, Prompts, check_options, decode
-from clearhead.run.generate.request import Request, RequestOptions, make_request, with_own
+from clearhead.run.generate import beam, sequence, speculate
+from clearhead.run.generate.checks import check_options
+from clearhead.run.generate.decode import decode
+from clearhead.run.generate.request import ANSWER_TOKENS, Request, RequestOptions, make_request, with_own
+from clearhead.run.generate.sampling import logprobs_of
+from clearhead.run.generate.sequence import Ends, Prompts
 from clearhead.run.generate.stream import TextStream
+from clearhead.variants.contexts import evaluating
+from clearhead.variants.inputs import check_stack_input
 
 Prompt = str | Sequence[int]
 OnText = Callable[[int, str], None]  # called with the row's number and the text that is new and final
@@ -51,7 +64,7 @@ class GenerateOptions(TranslateOptions, total=False):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a generation calls or runs beside the model; apart from the request, since none of it is data."""
+    """What a generation calls or runs besides the model; apart from the request, since none of it is data."""
 
     on_text: OnText | None = None
     cancel: Cancel | None = None  # set, or True: every row ends with what it has
@@ -80,14 +93,14 @@ def generate(
     with evaluating(m.model), nullcontext() if draft is None else evaluating(draft.model):
         runner, read = m.engine.runner(), prompts_of(m, texts)
         if request.num_beams > 1:
-            found = _search(m, runner, request, read, ends)
+            results = _search(m, runner, request, read, ends)
         else:
             smaller = None if draft is None else draft.engine.runner()
             drafters = speculate.drafters_for(runner, request, read, texts, smaller)
             rows = _continue(m, runner, request, read, ends, drafters, hooks.on_text)
-            found = [[made] for made in rows]
-    _warn_of_length(m, texts, request, found)
-    return found
+            results = [[generation] for generation in rows]
+    _warn_of_length(m, texts, request, results)
+    return results
 
 
 def asked_for(
@@ -95,8 +108,7 @@ def asked_for(
 ) -> tuple[Request, list[list[int]], Ends]:
     """Return the request, the ids of each prompt and what ends a text, all of them checked."""
     refuse(
-        m.config.input != "tokens",
-        f"a prompt is text, and this model reads {m.config.input}: {fitting(m)}",
+        m.config.input != "tokens", f"a prompt is text, and this model reads {m.config.input}: {fitting(m)}"
     )
     hooked = hooks != NO_HOOKS
     request = make_request(with_own(m.own_options, options, hooked))
@@ -112,10 +124,10 @@ def asked_for(
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
     )
     apart = {"seconds": request.seconds, "cancel": hooks.cancel, "compile": request.compile}
-    asked = [name for name, value in apart.items() if value]
+    unsupported = [name for name, value in apart.items() if value]
     refuse(
-        asked and is_split(m.model),
-        f"{', '.join(asked)} with a model that is split over processes, which must go on together: "
+        unsupported and is_split(m.model),
+        f"{', '.join(unsupported)} with a model that is split over processes, which must go on together: "
         "leave it out",
     )
     draft = hooks.draft
@@ -139,16 +151,12 @@ def asked_for(
 def _search(
     m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends
 ) -> list[list[Generation]]:
-    def made(number: int, found: beam.Hypothesis) -> Generation:
-        stream = stream_of(m, prompts, number)
-        if stream is not None:
-            stream.add(found.ids)
-        return Generation(
-            None if stream is None else stream.text, found.ids, found.stop_reason, score=found.score
-        )
+    def generation(number: int, best: beam.Hypothesis) -> Generation:
+        text = _text_of(stream_of(m, prompts, number), best.ids)
+        return Generation(text, best.ids, best.stop_reason, score=best.score)
 
     rows = beam.beam_search(runner, request, prompts, ends)
-    return [[made(number, found) for found in row] for number, row in enumerate(rows)]
+    return [[generation(number, best) for best in row] for number, row in enumerate(rows)]
 
 
 def _continue(
@@ -161,35 +169,51 @@ def _continue(
     on_text: OnText | None,
 ) -> list[Generation]:
     """Continue each prompt token by token, and tell `on_text` of text as soon as it is final."""
-    streams = [stream_of(m, prompts, number, request.stop) for number in range(len(prompts.ids))]
 
     def tell(number: int, new: str) -> None:
         if on_text is not None and new:
             on_text(number, new)
 
-    def on_token(number: int, row: Continuation) -> str | None:
-        stream = streams[number]
-        assert stream is not None
-        tell(number, stream.push(row.ids[-1]))
-        return "stop" if stream.stopped_by is not None else None
+    if request.stop or on_text is not None:
+        ends = dataclasses.replace(
+            ends,
+            on_token=lambda number, row: tell(number, row.new),
+            stream=partial(stream_of, m, prompts, stop=request.stop),
+        )
+    prefix = m.engine.take_prefix(runner) if request.reuse else None
+    slots = prompts.longest + request.max_new_tokens
+    cache = None if prefix is None else prefix.begin(prompts.ids[0], slots)
+    if drafters:
+        rows = speculate.speculate(runner, request, prompts, ends, cache, drafters=drafters)
+    else:
+        steps = m.engine.steps_for(runner, request.compile)
+        rows = decode(runner, request, prompts, ends, cache, steps=steps)
+    if prefix is not None:
+        prefix.end(rows[0])
+        m.engine.prefix = prefix
+    generations = []
+    for row in rows:
+        if row.stream is not None:
+            tell(row.number, row.stream.finish())
+            text: str | None = row.stream.text
+        else:
+            text = _text_of(stream_of(m, prompts, row.number), row.ids)
+        generations.append(generation_of(row, request, text))
+    return generations
 
-    watched = bool(request.stop) or on_text is not None
-    if watched:
-        ends = dataclasses.replace(ends, on_token=on_token)
-    made = []
-    for number, row in enumerate(_decode(m, runner, request, prompts, ends, drafters)):
-        stream = streams[number]
-        if stream is not None:
-            stream.add(() if watched else row.ids)
-            tell(number, stream.finish())
-        made.append(generation_of(row, request, stream))
-    return made
+
+def _text_of(stream: TextStream | None, ids: Sequence[int]) -> str | None:
+    """Return how these ids read all at once; None without a tokenizer."""
+    if stream is None:
+        return None
+    stream.add(ids)
+    return stream.text
 
 
-def generation_of(row: Continuation, request: Request, stream: TextStream | None) -> Generation:
+def generation_of(row: sequence.Sequence, request: Request, text: str | None) -> Generation:
     """Return a row that has ended as the caller sees it."""
     return Generation(
-        None if stream is None else stream.text,
+        text,
         row.ids,
         row.stop_reason,
         row.logprobs if request.reports else None,
@@ -197,30 +221,6 @@ def generation_of(row: Continuation, request: Request, stream: TextStream | None
         steps=row.steps,
         layers=row.layers if request.early_exit is not None else None,
     )
-
-
-def _decode(
-    m: Bundle,
-    runner: Transformer,
-    request: Request,
-    prompts: Prompts,
-    ends: Ends,
-    drafters: list[speculate.Drafter],
-) -> list[Continuation]:
-    prefix = m.engine.take_prefix(runner) if request.reuse else None
-    slots = prompts.longest + request.max_new_tokens
-    cache = None if prefix is None else prefix.begin(prompts.ids[0], slots)
-    steps = m.engine.steps_for(runner, request.compile)
-    if drafters:
-        rows = speculate.speculate(runner, request, prompts, ends, cache, drafters=drafters)
-    elif steps is not None:
-        rows = engine.decode_compiled(runner, request, prompts, ends, cache, steps=steps)
-    else:
-        rows = decode(runner, request, prompts, ends, cache)
-    if prefix is not None:
-        prefix.end(rows[0])
-        m.engine.prefix = prefix
-    return rows
 
 
 def stream_of(m: Bundle, prompts: Prompts, number: int, stop: Sequence[str] = ()) -> TextStream | None:
@@ -241,11 +241,11 @@ def prompts_of(m: Bundle, texts: list[list[int]]) -> Prompts:
 
 
 def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
-    """Return the last tokens of a prompt that fit into the context, beside new ones in a decoder."""
+    """Return the last tokens of a prompt that fit into the context, next to new ones in a decoder."""
     if request.overflow in ("refuse", "stream"):
         return prompt
-    beside = request.overflow == "window" and m.config.family == "decoder"
-    room = m.max_length - (request.max_new_tokens - 1 if beside else 0)
+    shared = request.overflow == "window" and m.config.family == "decoder"
+    room = m.max_length - (request.max_new_tokens - 1 if shared else 0)
     refuse(
         room < 1,
         f"{request.max_new_tokens} new tokens leave no room for a prompt: "
@@ -255,11 +255,13 @@ def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
 
 
 def _warn_of_length(
-    m: Bundle, texts: list[list[int]], request: Request, found: list[list[Generation]]
+    m: Bundle, texts: list[list[int]], request: Request, results: list[list[Generation]]
 ) -> None:
     """Warn, once in a process, of texts that grew longer than those the model was trained on."""
     known, read = m.config.max_positions, [len(text) - 1 for text in texts]
-    longest = max((count + len(one.ids) for count, row in zip(read, found) for one in row), default=0)
+    longest = max(
+        (count + len(generation.ids) for count, row in zip(read, results) for generation in row), default=0
+    )
     if m.config.family != "decoder" or longest <= known:
         return
     if request.overflow == "slide":
@@ -275,15 +277,15 @@ def _stop_ids(m: Bundle, tokens: Sequence[int | str]) -> frozenset[int]:
     size = m.config.vocab_size
     ids = {token for token in m.stops if token < size}
     for token in tokens:
-        found = m.text_tokenizer.token_to_id(token) if isinstance(token, str) else token
-        if type(found) is not int or not 0 <= found < size:
+        number = m.text_tokenizer.token_to_id(token) if isinstance(token, str) else token
+        if type(number) is not int or not 0 <= number < size:
             near = f": ids go from 0 to {size - 1}"
             if isinstance(token, str):
                 near = nearest(token, map(str, m.text_tokenizer.get_added_tokens_decoder().values()))
             raise InputError(
                 f"stop token {token!r} is not in the vocabulary{near}; text that is no token goes into stop"
             )
-        ids.add(found)
+        ids.add(number)
     return frozenset(ids)
 
 
@@ -298,13 +300,13 @@ def translate(
         m.config.family != "encoder-decoder",
         f"translate needs an encoder-decoder, and this is a model of family {m.config.family}: {fitting(m)}",
     )
-    stated, given = m.generation, {name: value for name, value in options.items() if value is not None}
+    stated, chosen = m.generation, {name: value for name, value in options.items() if value is not None}
     room = m.config.max_positions - len(m.start_ids)
     limit = stated.get("max_new_tokens") or (stated.get("max_length") or min(LONGEST, room) + 1) - 1
     usual = {"max_new_tokens": max(1, min(limit, room) if m.config.positions in TABLES else limit)}
-    if "num_beams" not in m.own_options and not given.get("temperature"):
+    if "num_beams" not in m.own_options and not chosen.get("temperature"):
         usual["num_beams"] = BEAMS
-    return generate(m, texts, usual | given, hooks)
+    return generate(m, texts, usual | chosen, hooks)
 
 
 def check_scores(m: Bundle) -> None:
@@ -328,9 +330,125 @@ def score(m: Bundle, text: str | Sequence[int], source: str | Sequence[int] | No
     refuse(len(first + ids) < 2, "a score needs two tokens at least: the first has nothing before it")
     device = next(m.model.parameters()).device
     row = torch.tensor([[*first, *ids]], device=device)
-    check_stack_input(row, m.model.main.spec, "ids")  # the last id is asked about, and not fed
+    check_stack_input(row, m.model.main.spec, "ids")  # the last id is scored, and is no input
     more = {} if source is None else {"source": torch.tensor([m.prompt_ids(source)], device=device)}
     with evaluating(m.model):
-        logits = m.engine.reader()(row[:, :-1], **more).logits[0].float()  # T-1 V
-    values = logits.log_softmax(-1).gather(-1, row[0, 1:, None])[:, 0].tolist()
-    return Score(ids, values if first else [None, *values])
+        logits = m.engine.reader()(row[:, :-1], **more).logits[0]  # T-1 V
+    values = logprobs_of(logits, row[0, 1:], 0)[0]
+    return Score(ids, [*([] if first else [None]), *values])
+
+
+# Chat -------------------------------------------------------------------------------------------------------
+
+
+PLAIN = "plain"  # the template of a model that has none
+# To see how a turn ends; no template writes these words itself.
+PROBE = ({"role": "user", "content": "xyzzy"}, {"role": ASSISTANT, "content": "plugh"})
+
+
+def chat_template(m: Bundle) -> ChatTemplate:
+    """Return the model's chat template: that of the tokenizer's settings, or of the file next to them."""
+    templates = templates_of(m.settings)
+    if "default" not in templates:
+        raise InputError(
+            f"this model has no chat template ({TEMPLATE}, or chat_template in tokenizer_config.json): "
+            "give it plain text, as generate and /v1/completions do, or train it on conversations"
+        )
+    return ChatTemplate(templates["default"], named_tokens(m), templates.get("tool_use"))
+
+
+def named_tokens(m: Bundle) -> dict[str, str]:
+    """Return special tokens as templates name them: those of the tokenizer's settings, else by their ids."""
+    stated = {f"{role}_token": token_text(m.settings.get(f"{role}_token")) for role in ROLES}
+    known = {name: text for name, text in stated.items() if text is not None}
+    by_id = {f"{role}_token": m.text_tokenizer.id_to_token(token) for role, token in m.special.items()}
+    return known or {name: text for name, text in by_id.items() if text is not None}
+
+
+def named_template(name: str) -> str:
+    """Return a template by its name, or that of a file."""
+    path = Path(name)
+    refuse(
+        name not in KNOWN and not path.is_file(),
+        f'tokens.template "{name}" is no file and no known template{nearest(name, KNOWN)}: '
+        f"known are {', '.join(KNOWN)}",
+    )
+    if name in KNOWN:
+        return KNOWN[name]
+    with reading(path, "is not UTF-8 text"):
+        return path.read_text(encoding="utf-8")
+
+
+def template_for(name: str | None, specials: SpecialTokens) -> ChatTemplate:
+    """Return the template of a new model, with the special tokens that its tokenizer will have."""
+    tokens = {f"{role}_token": token for role, token in specials.tokens.items()}
+    return ChatTemplate(named_template(name or PLAIN), tokens)
+
+
+def set_template(m: Bundle, name: str | None) -> str:
+    """Give a model the template of this name or file, or keep its own, or take the plain one; return a note.
+
+    The token that ends a turn then ends what the model generates too, here and in transformers.
+    """
+    own = "default" in templates_of(m.settings)
+    if name is not None or not own:
+        m.settings["chat_template"] = named_template(name or PLAIN)
+    end = turn_end(m)
+    if end is not None and end not in m.stops:
+        m.generation["eos_token_id"] = [*m.stops, end]
+    token = "nothing" if end is None else m.text_tokenizer.id_to_token(end)
+    which = "the model's own" if own and name is None else name or PLAIN
+    return f"chat template: {which}, which ends an answer with {token}"
+
+
+def chat_ids(m: Bundle, messages: Sequence[Message], more: Mapping[str, Any]) -> list[int]:
+    """Return the token ids of a conversation, up to where the answer begins.
+
+    The template writes every special token, so the tokenizer adds none.
+    """
+    text = clean(chat_template(m).render(messages, **more))
+    ids = list(m.text_tokenizer.encode(text, add_special_tokens=False).ids)
+    refuse(not ids, "the chat template writes nothing for these messages")
+    return ids
+
+
+def turn_end(m: Bundle) -> int | None:
+    """Return the special token that follows an answer in the model's template; None where none does."""
+    ((text, spans),) = chat_template(m).learned(PROBE)
+    answer = text[spans[-1].first :] if spans else ""
+    tokens = m.text_tokenizer.encode(answer.partition("plugh")[2], add_special_tokens=False).ids
+    added = m.text_tokenizer.get_added_tokens_decoder()
+    return next((token for token in tokens if token in added and added[token].special), None)
+
+
+def turn_of(
+    m: Bundle, messages: Sequence[Message], more: Mapping[str, Any], options: Mapping[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """Return the ids of a conversation, and the options of `generate` with which its answer ends as a turn.
+
+    A template that refuses to be probed for the end of a turn leaves it to the model's own tokens.
+    """
+    ids = chat_ids(m, messages, more)
+    try:
+        end = turn_end(m)
+    except InputError:
+        end = None
+    if end is None or end in m.stops:
+        return ids, dict(options)
+    return ids, {**options, "stop_tokens": (*(options.get("stop_tokens") or ()), end)}
+
+
+def chat(
+    m: Bundle, messages: Sequence[Message], options: Mapping[str, Any], hooks: Hooks = NO_HOOKS
+) -> Generation:
+    """Answer a conversation: what is generated after its template, up to the end of the turn.
+
+    `options` are fields of a request, and `template`: a mapping of what the template takes besides, such as
+    tools.
+    """
+    plain = {name: value for name, value in options.items() if name != "template"}
+    ids, request = turn_of(m, messages, options.get("template") or {}, plain)
+    if "max_new_tokens" not in request:
+        room = ANSWER_TOKENS if "overflow" in request else m.max_length - len(ids)
+        request["max_new_tokens"] = max(1, min(ANSWER_TOKENS, room))
+    return generate(m, [ids], request, hooks)[0][0]

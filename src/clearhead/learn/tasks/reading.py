@@ -12,13 +12,13 @@ from tokenizers import Encoding
 from torch import Tensor
 
 from clearhead.core.config.fields import HeadName
-from clearhead.core.transformer import Output, evaluating
+from clearhead.core.transformer import Output
 from clearhead.errors import InputError, refuse
 from clearhead.hub import preprocessor, sentences
 from clearhead.hub.tokenizer import encoding_of, windows
 from clearhead.hub.tokens.text import decoded
-from clearhead.learn.batches.padding import Rows, for_device, padded, real_tokens
-from clearhead.learn.data.tagging import Tagging, by_labels
+from clearhead.learn.batches.ragged import Rows, for_device, padded, real_tokens
+from clearhead.learn.data.conll import Tagging, by_labels
 from clearhead.learn.tasks.results import (
     Answer,
     Candidate,
@@ -30,6 +30,7 @@ from clearhead.learn.tasks.results import (
     Word,
 )
 from clearhead.run.bundle import Bundle
+from clearhead.variants.contexts import evaluating
 
 # What a model is used for, by its head; every model also embeds.
 USES: dict[HeadName, tuple[str, ...]] = {
@@ -75,25 +76,25 @@ def outputs_of(
     refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
     model = m.engine.reader()
-    for places in for_device([len(row) for row in rows], batch_size, device):
-        some = [rows[place] for place in places]
+    for numbers in for_device([len(row) for row in rows], batch_size, device):
+        some = [rows[place] for place in numbers]
         ids, mask = padded(some, m.special.get("pad", 0)).to(device), real_tokens(some).to(device)
         whole = len({*map(len, some)}) == 1  # nothing is padded, so attention needs no mask
-        more = {"types": padded([types[place] for place in places]).to(device)} if typed else {}
+        more = {"types": padded([types[place] for place in numbers]).to(device)} if typed else {}
         with evaluating(model):
             output = model(ids, None if whole else mask, logits=logits, **more)
-        yield places, output, mask
+        yield numbers, output, mask
 
 
 def logits_of(m: Bundle, rows: Sequence[Encoding], batch_size: int) -> list[Tensor]:
     """Return what the head says of each row: [C], or [T, C] of its own tokens; float32, on the CPU."""
-    found: list[Tensor] = [torch.empty(0)] * len(rows)
+    results: list[Tensor] = [torch.empty(0)] * len(rows)
     ids, types = [row.ids for row in rows], [row.type_ids for row in rows]
-    for places, output, _ in outputs_of(m, ids, types, batch_size, "all"):
+    for numbers, output, _ in outputs_of(m, ids, types, batch_size, "all"):
         logits = output.required_logits.float().cpu()
-        for place, row in zip(places, logits):
-            found[place] = row if logits.ndim == 2 else row[: len(ids[place])]
-    return found
+        for place, row in zip(numbers, logits):
+            results[place] = row if logits.ndim == 2 else row[: len(ids[place])]
+    return results
 
 
 def embed(
@@ -117,14 +118,14 @@ def embed_counted(
     before = how.before(prompt)
     rows = m.encode([how.read(before + text) for text in texts], m.max_length)
     skipped = 0 if how.pools_prompt or not before else _prompt_length(m, how.read(before))
-    order, found = list[int](), list[Tensor]()
-    for places, output, mask in outputs_of(m, rows, (), batch_size, "none"):
-        order += places
+    order, pooled = list[int](), list[Tensor]()
+    for numbers, output, mask in outputs_of(m, rows, (), batch_size, "none"):
+        order += numbers
         counted = mask & (torch.arange(mask.shape[1], device=mask.device) >= skipped)
-        found.append(how.vectors(output.hidden, counted).float())  # B D
+        pooled.append(how.vectors(output.hidden, counted).float())  # B D
     vectors = torch.empty(len(rows), how.width(m.config.d_model))
-    if found:
-        vectors[order] = torch.cat(found).cpu()  # brought from the device once, since each time waits for it
+    if pooled:
+        vectors[order] = torch.cat(pooled).cpu()  # brought from the device once, since each time waits for it
     return vectors, [len(row) for row in rows]
 
 
@@ -154,9 +155,9 @@ def classify(m: Bundle, inputs: Sequence[Any], batch_size: int = 32) -> list[Cla
     ]
 
 
-def _of_texts(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
+def _of_texts(m: Bundle, inputs: Sequence[Any], batch_size: int) -> list[Tensor]:
     rows = []
-    for item in given:
+    for item in inputs:
         pair = isinstance(item, tuple | list)
         texts = item if pair else [item]
         if not all(isinstance(text, str) for text in texts) or (pair and len(texts) != 2):
@@ -167,8 +168,8 @@ def _of_texts(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
     return logits_of(m, rows, batch_size)
 
 
-def _of_images(m: Bundle, given: Sequence[Any], batch_size: int) -> list[Tensor]:
-    images = [preprocessor.to_pixels(image, m.config, m.images) for image in given]
+def _of_images(m: Bundle, inputs: Sequence[Any], batch_size: int) -> list[Tensor]:
+    images = [preprocessor.to_pixels(image, m.config, m.images) for image in inputs]
     weight, starts, model = next(m.model.parameters()), range(0, len(images), batch_size), m.engine.reader()
     with evaluating(model), torch.inference_mode():
         batches = [model(torch.stack(images[at : at + batch_size]).to(weight)).logits for at in starts]
@@ -182,26 +183,27 @@ def tag(m: Bundle, texts: Sequence[str | Sequence[str]], batch_size: int = 32) -
     """Tag the words of each text, or of each list of words; see `Model.tag`."""
     check_head(m, "tag")
     tokenizer, room = m.text_tokenizer, m.max_length
-    given = [text if isinstance(text, str) else list(text) for text in texts]
-    whole = [encoding_of(tokenizer, text) for text in given]
+    inputs = [text if isinstance(text, str) else list(text) for text in texts]
+    whole = [encoding_of(tokenizer, text) for text in inputs]
     rows = [
         (number, *window)
-        for number, text in enumerate(given)
+        for number, text in enumerate(inputs)
         for window in windows(tokenizer, room, text, STRIDE)
     ]
     # Of each token: how far it is from a cut, and its probabilities [C].
     scores: list[dict[int, tuple[int, Tensor]]] = [{} for _ in texts]
-    found = logits_of(m, [piece for _, _, piece in rows], batch_size)
-    for (number, start, piece), logits in zip(rows, found):
-        inner = [at for at, part in enumerate(piece.sequence_ids) if part == 0]
+    all_logits = logits_of(m, [window for _, _, window in rows], batch_size)
+    for (number, start, window), logits in zip(rows, all_logits):
+        inner = [at for at, part in enumerate(window.sequence_ids) if part == 0]
         for token, at in enumerate(inner, start):
-            left, right = token - start, start + len(inner) - 1 - token  # tokens beside it in the window
+            left = token - start  # tokens to its left in the window
+            right = len(inner) - 1 - left
             cut = start + len(inner) < len(whole[number])
             depth = min(left if start else room, right if cut else room)
             # Of two windows, take the one that shows more on both sides.
             if depth >= scores[number].get(token, (0,))[0]:
                 scores[number][token] = (depth, _shares(logits[at]))
-    return [_tags(m, *one) for one in zip(given, whole, scores)]
+    return [_tags(m, *text) for text in zip(inputs, whole, scores)]
 
 
 def _shares(logits: Tensor) -> Tensor:
@@ -212,20 +214,20 @@ def _shares(logits: Tensor) -> Tensor:
 def _tags(
     m: Bundle, text: str | list[str], encoding: Encoding, scores: dict[int, tuple[int, Tensor]]
 ) -> Tags:
-    pieces: dict[int, tuple[int, int, int]] = {}  # of each word: its first token, where it starts and ends
+    of_word: dict[int, tuple[int, int, int]] = {}  # of each word: its first token, where it starts and ends
     for token, (number, (start, end)) in enumerate(zip(encoding.word_ids, encoding.offsets)):
         if number is not None:
-            first, start, _ = pieces.get(number, (token, start, end))
-            pieces[number] = (first, start, end)
-    places = list(pieces.values())
+            first, start, _ = of_word.get(number, (token, start, end))
+            of_word[number] = (first, start, end)
+    spans = list(of_word.values())
     if not isinstance(text, str):
         ends = list(itertools.accumulate(len(word) + 1 for word in text))
-        places = [
-            (pieces.get(n, (-1,))[0], ends[n] - 1 - len(word), ends[n] - 1) for n, word in enumerate(text)
+        spans = [
+            (of_word.get(n, (-1,))[0], ends[n] - 1 - len(word), ends[n] - 1) for n, word in enumerate(text)
         ]
         text = " ".join(text)
     words = []
-    for first, start, end in places:
+    for first, start, end in spans:
         label, score = "O", 0.0  # for a word of which normalisation leaves nothing
         if first >= 0:
             best = int(scores[first][1].argmax())
@@ -289,17 +291,17 @@ def _candidates(m: Bundle, text: str, row: Encoding, at: int, probability: Tenso
     best = probability.topk(k)
     before = [token for token, added in zip(row.ids[:at], row.special_tokens_mask) if not added][-1:]
     prefix = decoded(tokenizer, before, special=True)
-    made = []
+    candidates = []
     for token, value in zip(best.indices.tolist(), best.values.tolist()):
-        piece = decoded(tokenizer, [*before, token], special=True).removeprefix(prefix)
+        word = decoded(tokenizer, [*before, token], special=True).removeprefix(prefix)
         left = text[:start]
-        if not piece.startswith(" ") and before:
+        if not word.startswith(" ") and before:
             left = left.rstrip()  # it goes on with the word before
         elif left and not left[-1].isspace():
             left += " "  # the mask took the space before it along
-        filled = left + piece.lstrip(" ") + text[end:]
-        made.append(Candidate(str(tokenizer.id_to_token(token)), token, value, filled))
-    return made
+        filled = left + word.lstrip(" ") + text[end:]
+        candidates.append(Candidate(str(tokenizer.id_to_token(token)), token, value, filled))
+    return candidates
 
 
 # Answers ---------------------------------------------------------------------------------------------------
@@ -336,24 +338,24 @@ def answer(
     )
     tokenizer, room = m.text_tokenizer, min(m.max_length, WINDOW)
     rows = [
-        (number, piece)
-        for number, (asked, given) in enumerate(zip(questions, contexts))
-        for _, piece in windows(tokenizer, room, str(given), stride, str(asked))
+        (number, window)
+        for number, (question, context) in enumerate(zip(questions, contexts))
+        for _, window in windows(tokenizer, room, str(context), stride, str(question))
     ]
     best: list[Answer] = [Answer("", 0, 0, -1.0)] * len(questions)
     nothing = [1.0] * len(questions)  # the least probability of "no answer" over the windows
     for (number, row), logits in zip(rows, logits_of(m, [row for _, row in rows], batch_size)):
-        found, empty = _best_span(row, logits, str(contexts[number]), max_tokens)
-        best[number] = max(best[number], found, key=lambda each: each.score)
+        span, empty = _best_span(row, logits, str(contexts[number]), max_tokens)
+        best[number] = max(best[number], span, key=lambda each: each.score)
         nothing[number] = min(nothing[number], empty)
     pairs = zip(best, nothing)
-    return [Answer("", 0, 0, empty) if none and found.score <= empty else found for found, empty in pairs]
+    return [Answer("", 0, 0, empty) if none and span.score <= empty else span for span, empty in pairs]
 
 
 def _best_span(row: Encoding, logits: Tensor, context: str, max_tokens: int) -> tuple[Answer, float]:
     """Return the best answer of one window, and the probability of none: logits [T, 2]."""
-    places = zip(row.sequence_ids, row.offsets)
-    inside = torch.tensor([part == 1 and end > start for part, (start, end) in places])  # T
+    tokens = zip(row.sequence_ids, row.offsets)
+    inside = torch.tensor([part == 1 and end > start for part, (start, end) in tokens])  # T
     allowed = inside.clone()
     allowed[0] = True  # the first token stands for "no answer"
     begins, ends = logits.masked_fill(~allowed[:, None], float("-inf")).softmax(0).unbind(-1)  # T
@@ -367,27 +369,29 @@ def _best_span(row: Encoding, logits: Tensor, context: str, max_tokens: int) -> 
 # One input or a list ----------------------------------------------------------------------------------------
 
 
-def as_prompts(given: Any) -> tuple[bool, list[Any]]:
+def as_prompts(prompts: Any) -> tuple[bool, list[Any]]:
     """Return whether one prompt was given, and a list of all; tensors and arrays of ids count as lists."""
-    given = given.tolist() if hasattr(given, "tolist") else given
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     # What is no list of anything is one prompt, which will be refused.
-    first = given[0] if isinstance(given, Sequence) and given else None
+    first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
     several = isinstance(first, Sequence) or getattr(first, "ndim", 0) > 0
-    single = isinstance(given, str) or not isinstance(given, Sequence) or (len(given) > 0 and not several)
-    return single, [given] if single else list(given)
+    single = (
+        isinstance(prompts, str) or not isinstance(prompts, Sequence) or (len(prompts) > 0 and not several)
+    )
+    return single, [prompts] if single else list(prompts)
 
 
 def best_of_each(
-    made: list[list[Generation]], num_return: int, single: bool
+    results: list[list[Generation]], num_return: int, single: bool
 ) -> Generation | list[Generation] | list[list[Generation]]:
     """Return one generation of each prompt, or a list where several were asked for."""
-    kept: list[Any] = made if num_return > 1 else [row[0] for row in made]
+    kept: list[Any] = results if num_return > 1 else [row[0] for row in results]
     return kept[0] if single else kept
 
 
-def unwrapped(made: list[Result], single: bool) -> Result | list[Result]:
+def unwrapped(results: list[Result], single: bool) -> Result | list[Result]:
     """Return the only result of one input, or the list of several."""
-    return made[0] if single else made
+    return results[0] if single else results
 
 
 # Reranking --------------------------------------------------------------------------------------------------
@@ -411,8 +415,8 @@ def rerank(
     refuse(isinstance(texts, str), "rerank was given one text: give a list of texts to choose from")
     refuse(top is not None and top < 1, f"top {top} must be 1 or more")
     if reads_pairs(m):
-        found = classify(m, [(query, text) for text in texts], batch_size)
-        return ranked([one.probability for one in found], texts, top)
+        results = classify(m, [(query, text) for text in texts], batch_size)
+        return ranked([result.probability for result in results], texts, top)
     return ranked(cosines(embed(m, [query, *texts], batch_size)), texts, top)
 
 

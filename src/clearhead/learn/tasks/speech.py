@@ -4,13 +4,20 @@ A window is as long as the encoder has positions, mostly 30 seconds. A longer so
 begin where the last segment of the one before ended, so its transcript has times whether they are asked for
 or not. A window of several sounds is read together; each comes out as it would alone.
 
+Temperature fallback: a window whose transcript repeats itself or is improbable is drawn again, warmer. A
+transcript is taken when it passes both thresholds, and in any case at the last temperature. A window that is
+improbable and in which the model hears no speech is skipped, at one temperature too. The measures and the
+decisions are those of transformers' long-form generation; to skip a window, OpenAI's program measures and
+decides the same.
+
 Shapes: B windows read together, N samples, T frames of a window, M mel bands, V vocabulary.
 """
 
 import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -20,18 +27,168 @@ import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.core.dtypes import wide
-from clearhead.core.transformer import evaluating
+from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.openai_whisper import CODES, LANGUAGES
 from clearhead.hub.preprocessor import Spectrogram, spectrogram_of
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.data.sounds import Samples, read_sound, resampled
-from clearhead.learn.tasks.fallback import WindowBatch, make_fallback, read_windows
 from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Segment, Transcription, WindowReading
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.decode import Ends, Prompts, decode
+from clearhead.run.generate import sequence
+from clearhead.run.generate.decode import decode
 from clearhead.run.generate.request import REMOVED, Request, make_request, with_own
+from clearhead.run.generate.sequence import Ends, Prompts, Rule
+from clearhead.run.generate.steps import Steps
+from clearhead.variants.contexts import evaluating
+
+USUAL = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """The temperatures to try in order, and what makes the next one be tried."""
+
+    temperatures: tuple[float, ...] = (0.0,)
+    compression_ratio_threshold: float = math.inf
+    logprob_threshold: float = -math.inf
+    no_speech_threshold: float = math.inf
+
+    @property
+    def judges(self) -> bool:
+        """Whether any transcript can fail."""
+        return self.compression_ratio_threshold < math.inf or self.logprob_threshold > -math.inf
+
+
+def make_fallback(
+    temperature: float | Sequence[float], thresholds: Mapping[str, float | None], stated: Mapping[str, Any]
+) -> Fallback:
+    """Return the temperatures to try in order, and the thresholds by name.
+
+    A threshold that is None is what generation_config.json (`stated`) says, else the usual one.
+    """
+    single = isinstance(temperature, int | float)
+    temperatures = (temperature,) if isinstance(temperature, int | float) else tuple(temperature)
+    refuse(not temperatures, "temperature names none: give one number, or several to try in order")
+    for number in temperatures:
+        refuse(
+            isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf,
+            f"temperature {number!r} must be a number, 0 (the best token each time) or more",
+        )
+    named = {name: stated.get(name) if thresholds.get(name) is None else thresholds[name] for name in USUAL}
+    for name, value in named.items():
+        refuse(
+            value is not None and (not isinstance(value, int | float) or math.isnan(value)),
+            f"{name} {value!r} must be a number; {getattr(Fallback, name)} switches it off",
+        )
+    used = {name: USUAL[name] if value is None else float(value) for name, value in named.items()}
+    fallback = Fallback(tuple(map(float, temperatures)), **used)
+    refuse(
+        not single and len(temperatures) > 1 and not fallback.judges,
+        f"{len(temperatures)} temperatures with no threshold: the second would never be tried, so leave the "
+        "others out, or give compression_ratio_threshold or logprob_threshold",
+    )
+    return fallback
+
+
+@dataclass
+class Likelihood:
+    """A rule of decoding that adds up how probable the chosen tokens were, after all rules that came before.
+
+    Temperature comes later and does not count. A row is known by its list of new tokens, which grows.
+    """
+
+    rule: Rule | None
+    sums: dict[int, float] = field(default_factory=dict)
+    last: dict[int, Tensor] = field(default_factory=dict)  # log-probabilities at the row's last step: V
+
+    def __call__(self, logits: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Apply the rule, and note the distribution: [B, V] -> [B, V]."""
+        logits = logits if self.rule is None else self.rule(logits, rows)
+        for values, ids in zip(logits.float().log_softmax(-1), rows):
+            if ids:
+                self.sums[id(ids)] = self.sums.get(id(ids), 0.0) + float(self.last[id(ids)][ids[-1]])
+            self.last[id(ids)] = values
+        return logits
+
+    def mean(self, row: sequence.Sequence, tokens: Sequence[int]) -> float:
+        """Return the mean log-probability of a row's tokens, the one that ended it among them."""
+        return (self.sums.get(id(row.ids), 0.0) + float(self.last[id(row.ids)][tokens[-1]])) / len(tokens)
+
+
+def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
+    """Return how much shorter zlib makes the ids, as bytes: text that repeats itself shrinks most."""
+    width = int(math.log2(vocab_size) / 8) + 1
+    raw = b"".join(token.to_bytes(width, "little") for token in tokens)
+    return len(raw) / len(zlib.compress(raw))
+
+
+@dataclass(frozen=True)
+class WindowBatch:
+    """Windows that are read together, B of them, and how."""
+
+    model: Transformer  # the one that says how probable silence is
+    runner: Transformer  # the same, as it decodes
+    steps: Steps | None
+    request: Request
+    ends: Ends
+    prompts: Prompts  # what each transcript begins with, and the windows B T M
+    starts: Sequence[float]  # seconds from the beginning of each sound
+    silence: int | None  # id of the token that says that nothing is said, after the first of a prompt
+
+    def read(
+        self, numbers: Sequence[int], temperature: float, likely: Likelihood | None = None
+    ) -> list[sequence.Sequence]:
+        """Transcribe some of the windows, by their numbers."""
+        ids, source = [self.prompts.ids[number] for number in numbers], self.prompts.source
+        prompts = Prompts(ids, None if source is None else source[list(numbers)])
+        request = replace(self.request, temperature=temperature)
+        ends = self.ends if likely is None else replace(self.ends, rule=likely)
+        return decode(self.runner, request, prompts, ends, steps=self.steps)
+
+    def no_speech(self, number: int) -> float | None:
+        """Return the probability that nothing is said in a window; None: the model has no token for it."""
+        if self.silence is None or self.prompts.source is None:
+            return None
+        source = self.prompts.source[number : number + 1]
+        first = torch.tensor([self.prompts.ids[number][:1]], device=source.device)
+        logits = self.model(first, source=source).logits[0, -1]
+        return float(logits.float().softmax(-1)[self.silence])
+
+
+def read_windows(windows: WindowBatch, fallback: Fallback) -> list[tuple[list[int], WindowReading | None]]:
+    """Return of each window its new tokens, none of a skipped one, and how they were judged, if they were."""
+    left = list(range(len(windows.starts)))
+    if not fallback.judges:
+        return [(row.ids, None) for row in windows.read(left, fallback.temperatures[0])]
+    size, end = windows.model.config.vocab_size, min(windows.ends.stop_ids, default=0)
+    readings: dict[int, tuple[list[int], WindowReading]] = {}
+    quiet: dict[int, float | None] = {}
+    for temperature in fallback.temperatures:
+        likely, again = Likelihood(windows.ends.rule), []
+        for number, row in zip(left, windows.read(left, temperature, likely)):
+            tokens = [*row.ids, end] if row.stop_reason == "eos" else row.ids
+            ratio, logprob = compression_ratio(tokens, size), likely.mean(row, tokens)
+            improbable = logprob < fallback.logprob_threshold
+            if improbable and number not in quiet:
+                quiet[number] = windows.no_speech(number)
+            unheard = quiet.get(number)
+            skipped = improbable and unheard is not None and unheard > fallback.no_speech_threshold
+            if not skipped and (improbable or ratio > fallback.compression_ratio_threshold):
+                again.append(number)
+            judged = WindowReading(
+                round(windows.starts[number], 3), temperature, logprob, ratio, unheard, skipped
+            )
+            readings[number] = [] if skipped else row.ids, judged
+        left = again
+        if not left:
+            break
+    return [readings[number] for number in range(len(windows.starts))]
+
+
+# Transcription ----------------------------------------------------------------------------------------------
+
 
 Sound = str | Path | io.BytesIO | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]
 Task = Literal["transcribe", "translate"]
@@ -94,30 +251,24 @@ class Hearing:
     windows: list[WindowReading] = field(default_factory=list)
 
 
-def check_hears(m: Bundle) -> None:
-    """Refuse a model that does not read sound."""
+def voice_of(m: Bundle) -> Voice:
+    """Return how a model is told what to write, from generation_config.json and its tokenizer."""
     config = m.config
-    hears = config.family == "encoder-decoder" and config.input == "frames" and config.head == "lm"
     refuse(
-        not hears,
+        config.family != "encoder-decoder" or config.input != "frames" or config.head != "lm",
         f"transcribe needs an encoder-decoder of frames, such as Whisper, and this is a model of family "
         f"{config.family} that reads {config.input}: {fitting(m)}",
     )
-
-
-def voice_of(m: Bundle) -> Voice:
-    """Return how a model is told what to write, from generation_config.json and its tokenizer."""
-    check_hears(m)
     stated, spec = m.generation, m.config.stacks[0]
 
     def known(names: dict[str, str], key: str) -> dict[str, int]:
         listed = stated.get(key)
         if isinstance(listed, dict):
-            found = {name: listed.get(token, listed.get(name)) for name, token in names.items()}
+            tokens = {name: listed.get(token, listed.get(name)) for name, token in names.items()}
         else:
-            found = {name: m.text_tokenizer.token_to_id(token) for name, token in names.items()}
+            tokens = {name: m.text_tokenizer.token_to_id(token) for name, token in names.items()}
         size = m.config.vocab_size
-        return {name: token for name, token in found.items() if type(token) is int and 0 <= token < size}
+        return {name: token for name, token in tokens.items() if type(token) is int and 0 <= token < size}
 
     refuse(
         bool(stated.get("condition_on_prev_tokens")),
@@ -145,8 +296,8 @@ def language_id(voice: Voice, language: str | None) -> int | None:
     """Return the token of a language by its code, its token or its English name; None: none was named."""
     if language is None:
         return None
-    asked = language.lower().strip()
-    code = CODES.get(asked, asked.removeprefix("<|").removesuffix("|>"))
+    name = language.lower().strip()
+    code = CODES.get(name, name.removeprefix("<|").removesuffix("|>"))
     if not voice.languages:
         refuse(code != "en", f'language "{language}" with a model of English alone: leave it out')
         return None
@@ -154,7 +305,7 @@ def language_id(voice: Voice, language: str | None) -> int | None:
     if code not in voice.languages:
         listed = ", ".join(f"{code} ({LANGUAGES[code]})" for code in list(voice.languages)[:6])
         raise InputError(
-            f'language "{language}" is not known{nearest(asked, names)}: the model has '
+            f'language "{language}" is not known{nearest(name, names)}: the model has '
             f"{len(voice.languages)} languages, by code or name, such as {listed}"
         )
     return voice.languages[code]
@@ -200,21 +351,21 @@ def transcribe(
     with evaluating(m.model):
         runner = m.engine.runner()
         steps = m.engine.steps_for(runner, None)
-        for group in _groups(heard, batch_size):
-            _tell_languages(m, voice, group, named)
+        for start in range(0, len(heard), batch_size):
+            _tell_languages(m, voice, heard[start : start + batch_size], named)
         skips = fallback.no_speech_threshold < math.inf
-        while waiting := [one for one in heard if _seek(voice, one, skips)]:
+        while waiting := [sound for sound in heard if _seek(voice, sound, skips)]:
             # Transcripts that begin alike are read together.
-            alike = [one for one in waiting if one.times == waiting[0].times][:batch_size]
-            starts = [voice.begin(one.language, task, one.times) for one in alike]
+            alike = [sound for sound in waiting if sound.times == waiting[0].times][:batch_size]
+            starts = [voice.begin(sound.language, task, sound.times) for sound in alike]
             request, ends = _request(m, voice, alike[0].times, len(starts[0]), max_new_tokens, seed)
             prompts = Prompts(starts, _windows(m, voice, alike))
-            begun = [one.at * voice.sound.seconds for one in alike]
+            begun = [sound.at * voice.sound.seconds for sound in alike]
             silence = None if voice.no_times is None else voice.no_times - 1
             batch = WindowBatch(m.model, runner, steps, request, ends, prompts, begun, silence)
-            for one, (ids, judged) in zip(alike, read_windows(batch, fallback)):
-                _note(voice, one, ids, judged)
-    return [_written(m, voice, one) for one in heard]
+            for sound, (ids, judged) in zip(alike, read_windows(batch, fallback)):
+                _note(voice, sound, ids, judged)
+    return [_written(m, voice, sound) for sound in heard]
 
 
 def first_window(m: Bundle, sound: Sound) -> tuple[Tensor, list[int], list[int], float]:
@@ -269,10 +420,6 @@ def samples_of(sound: Sound, wanted: int, rate: int | None = None) -> Samples:
     return resampled(np.ascontiguousarray(mixed.numpy()), wanted if rate is None else rate, wanted)
 
 
-def _groups(heard: list[Hearing], size: int) -> list[list[Hearing]]:
-    return [heard[start : start + size] for start in range(0, len(heard), size)]
-
-
 def _seek(voice: Voice, heard: Hearing, skips: bool) -> bool:
     """Move past windows without any sound, if these are skipped; return whether one is left to be read.
 
@@ -291,21 +438,21 @@ def _seek(voice: Voice, heard: Hearing, skips: bool) -> bool:
 
 def _windows(m: Bundle, voice: Voice, heard: list[Hearing]) -> Tensor:
     """Return the next window of each sound; what is after its end is 0: [B, T, M]."""
-    parts = [one.frames[one.at : one.at + voice.frames] for one in heard]
+    parts = [sound.frames[sound.at : sound.at + voice.frames] for sound in heard]
     rows = [nnf.pad(part, (0, 0, 0, voice.frames - len(part))) for part in parts]
     return torch.stack(rows).to(next(m.model.parameters()))
 
 
 def _tell_languages(m: Bundle, voice: Voice, heard: list[Hearing], named: int | None) -> None:
     """Set the language of each sound: the one that is named, or what its first window sounds like most."""
-    found = [named] * len(heard)
+    languages = [named] * len(heard)
     if named is None and voice.languages:
         source = _windows(m, voice, heard)
         start = torch.full((len(heard), 1), voice.start, device=source.device)
         logits = m.model(start, source=source).logits[:, -1]
-        found = [*language_of(logits, list(voice.languages.values()))]
-    for one, language in zip(heard, found):
-        one.language = language
+        languages = [*language_of(logits, list(voice.languages.values()))]
+    for sound, language in zip(heard, languages):
+        sound.language = language
 
 
 def _request(
@@ -317,13 +464,13 @@ def _request(
     room = min(positions, stated + begun) - begun if type(stated) is int else positions - begun
     refuse(room < 1, f"the model has {positions} positions and a transcript begins with {begun} tokens")
     most = room if max_new_tokens is None else min(room, max_new_tokens)
-    asked: dict[str, Any] = {"max_new_tokens": most, "seed": seed}
+    options: dict[str, Any] = {"max_new_tokens": most, "seed": seed}
     stops = frozenset(token for token in m.stops if token < m.config.vocab_size)
     rule = None
     if times and voice.no_times is not None:
         latest = m.generation.get("max_initial_timestamp_index")
         rule = Timestamps(voice.no_times + 1, min(stops, default=voice.no_times), latest)
-    return make_request(with_own(m.own_options, asked, hooked=True)), Ends(stops, rule=rule)
+    return make_request(with_own(m.own_options, options, hooked=True)), Ends(stops, rule=rule)
 
 
 def _note(voice: Voice, heard: Hearing, ids: list[int], judged: WindowReading | None) -> None:
@@ -336,10 +483,10 @@ def _note(voice: Voice, heard: Hearing, ids: list[int], judged: WindowReading | 
             return
     offset = heard.at * voice.sound.seconds
     if voice.no_times is None or not heard.times:
-        found, steps = [(0, left // voice.stride, list(ids))], None
+        segments, steps = [(0, left // voice.stride, list(ids))], None
     else:
-        found, steps = segments_of(ids, voice.no_times + 1, left // voice.stride)
-    for start, end, tokens in found:
+        segments, steps = segments_of(ids, voice.no_times + 1, left // voice.stride)
+    for start, end, tokens in segments:
         heard.ids += tokens
         heard.segments.append((offset + start * voice.step, offset + end * voice.step, tokens))
     heard.at += left if steps is None else steps * voice.stride
@@ -352,9 +499,9 @@ def _written(m: Bundle, voice: Voice, heard: Hearing) -> Transcription:
         return decoded(m.text_tokenizer, [token for token in ids if token < words]).strip()
 
     parts = [
-        Segment(round(start, 3), round(end if heard.times else heard.seconds, 3), said)
+        Segment(round(start, 3), round(end if heard.times else heard.seconds, 3), spoken)
         for start, end, tokens in heard.segments
-        if (said := text(tokens))
+        if (spoken := text(tokens))
     ]
     codes = {token: code for code, token in voice.languages.items()}
     language = None if heard.language is None else codes[heard.language]
@@ -420,13 +567,13 @@ def segments_of(
         ends.append(len(tokens))
     else:
         ends[-1] += 1  # the second time of the last pair shows that no segment was left open
-    made, start = [], 0
+    segments, start = [], 0
     for end in ends:
         part = list(tokens[start:end])
         last = part[-1] if end != ends[-1] or alone else part[-2]
-        made.append((part[0] - first, last - first, part))
+        segments.append((part[0] - first, last - first, part))
         start = end
-    return made, None if alone else max(1, tokens[start - 2] - first)
+    return segments, None if alone else max(1, tokens[start - 2] - first)
 
 
 def language_of(logits: Tensor, known: Sequence[int]) -> list[int]:

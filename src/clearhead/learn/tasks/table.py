@@ -15,7 +15,7 @@ from typing import Any
 from clearhead.errors import ConfigError, nearest, refuse
 from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.learn.data.corpus import open_corpus
-from clearhead.learn.data.examples import Chunk, Corpus, Images, Rows, Shape
+from clearhead.learn.data.examples import Chunk, Corpus, Images, Rows, RowType
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks import entries
 from clearhead.learn.tasks.task import Task
@@ -43,14 +43,9 @@ def task_named(name: str) -> Task:
     return TASKS[name]
 
 
-def task_for_shape(shape: str) -> Task:
-    """Return the task that data of this shape is taken for."""
-    return next(task for task in TASKS.values() if task.guessed and task.shape.name == shape)
-
-
-def shape_of(task: str | None) -> Shape | None:
-    """Return the shape of rows that a task needs; None where no task is named."""
-    return None if task is None else task_named(task).shape
+def row_of(task: str | None) -> RowType | None:
+    """Return the class of rows that a task needs; None where no task is named."""
+    return None if task is None else task_named(task).row
 
 
 def open_data(plan: DataPlan, split: bool = True) -> Corpus:
@@ -59,38 +54,32 @@ def open_data(plan: DataPlan, split: bool = True) -> Corpus:
 
 
 def task_of(plan: DataPlan, corpus: Corpus) -> str:
-    """Return the task that the plan names, else the one that goes with the shape of the examples."""
-    task = task_for_shape(corpus.shape) if plan.task is None else task_named(plan.task)
-    needed = task.shape.name
+    """Return the task that the plan names, else the one that such examples are taken for."""
+    if plan.task is None:
+        return next(task.name for task in TASKS.values() if task.guessed and corpus.shape == task.row.PLURAL)
+    needed = task_named(plan.task).row.PLURAL
     refuse(needed != corpus.shape, f"task {plan.task} needs {needed}, and the data holds {corpus.shape}")
-    return plan.task or task.name
+    return plan.task
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Every text of some examples, read again at each iteration."""
+    """Every text of some examples, read again at each iteration.
+
+    With a `template`, conversations are as it writes them, without the `special` tokens in them.
+    """
 
     rows: Rows
+    template: ChatTemplate | None = None
+    special: Sequence[str] = ()
 
     def __iter__(self) -> Iterator[str]:
         rows: Any = self.rows
-        return (text for row in rows for text in row.texts())
-
-
-@dataclass(frozen=True)
-class RenderedChats:
-    """Conversations as their template writes them, without the special tokens in them."""
-
-    rows: Rows
-    template: ChatTemplate
-    special: Sequence[str]
-
-    def __iter__(self) -> Iterator[str]:
-        rows: Any = self.rows
+        if self.template is None:
+            return (text for row in rows for text in row.texts())
+        rendered = (text for row in rows for text in row.rendered(self.template))
         between = re.compile("|".join(map(re.escape, self.special)))
-        return (
-            chunk for row in rows for text in row.rendered(self.template) for chunk in between.split(text)
-        )
+        return (chunk for text in rendered for chunk in between.split(text))
 
 
 def open_examples(plan: DataPlan, split: bool = True) -> tuple[Corpus, str]:

@@ -31,7 +31,7 @@ from clearhead.learn import losses
 from clearhead.learn.batches.batch import Batch, Batches
 from clearhead.learn.batches.encoding import Columns, Encoded, Encoder, Setting, open_or_encode
 from clearhead.learn.data.corpus import open_corpus
-from clearhead.learn.data.examples import Corpus, Images, Shape
+from clearhead.learn.data.examples import Corpus, Images, RowType
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation.metrics import Judged, Metric
 from clearhead.learn.recipe import GeneratePlan, Recipe, TrainPlan
@@ -46,12 +46,11 @@ Scored = tuple[Metric, Any, Any]  # a metric, predictions, and what was wanted
 Side = Literal["train", "validation"]
 
 
-def sampled(given: str, said: object, wanted: object) -> str:
-    """Return a sample on one line: what was given, cut where it is long, what was said, what is right."""
-    shown, right = (
-        text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…" for text in (given, str(wanted))
-    )
-    return f"{shown} -> {said}  ({right})"
+def sampled(text: str, predicted: object, wanted: object) -> str:
+    """Return a sample on one line: input and right answer, cut where they are long, and the model's."""
+    texts = (text, str(wanted))
+    shown, right = (line if len(line) <= LONGEST else f"{line[: LONGEST - 1]}…" for line in texts)
+    return f"{shown} -> {predicted}  ({right})"
 
 
 def balanced_weights(corpus: Corpus, labels: Sequence[str]) -> list[float]:
@@ -109,12 +108,13 @@ class Task:
 
     name: ClassVar[str]
     # Data
-    shape: ClassVar[Shape]  # of its rows
+    row: ClassVar[RowType]  # what a row is, and how it is read
     tokens: ClassVar[SpecialTokens | None] = READER  # of its tokenizer; None: the task reads no text
-    guessed: ClassVar[bool] = True  # whether data of this shape, without a named task, is taken for it
+    guessed: ClassVar[bool] = True  # whether such rows, without a named task, are taken for it
     separator: ClassVar[str | None] = None  # text: the role of the token between documents
     sentinels: ClassVar[bool] = False  # whether spans are replaced by sentinels
     chats: ClassVar[bool] = False  # whether rows are conversations, which need a chat template
+    batches: ClassVar[Any]  # the class of its `Batches`, called with a `Setting`
     one_shape: ClassVar[bool] = False  # whether all batches of a stream have one shape, without padding
     # Model
     head: ClassVar[HeadName]
@@ -123,14 +123,13 @@ class Task:
     classes: ClassVar[bool] = False  # whether the head has an output for each label of the data
     outputs: ClassVar[int] = 0  # otherwise: how many outputs it has, apart from a vocabulary
     pooled: ClassVar[bool] = True  # whether the head reads one vector of the whole text
-    stated: ClassVar[Mapping[str, Any]] = {}  # what config.json says beside the config
+    stated: ClassVar[Mapping[str, Any]] = {}  # what config.json says besides the config
     # Training
     # What the loss is computed from: the head's logits of a vocabulary, its other logits, the last hidden
     # states [B, T, D], or the summed log-probabilities of the targets of a row's two documents [B, 2].
     reads: ClassVar[Literal["vocabulary", "logits", "states", "answers"]] = "logits"
-    metrics: ClassVar[tuple[str, ...]] = (
-        "loss",
-    )  # that `train.metric` may name; but for the loss, more is better
+    # What `train.metric` may name; of all but the loss, more is better.
+    metrics: ClassVar[tuple[str, ...]] = ("loss",)
     metric: ClassVar[str] = "loss"  # the default
     pretrain: ClassVar[bool] = False  # whether masked language modelling on the same texts may come first
     # Use
@@ -141,7 +140,7 @@ class Task:
 
     def read(self, plan: DataPlan, split: bool = True) -> Corpus:
         """Open the data that a plan names; without `split`, all examples are to validate on."""
-        return open_corpus(plan, self.shape, split)
+        return open_corpus(plan, self.row, split)
 
     def remarks(self, corpus: Corpus) -> Sequence[str]:
         """Return sentences on the data, shown to the user."""
@@ -153,7 +152,8 @@ class Task:
 
     def batch(self, setting: Setting) -> Batches:
         """Return the batches of encoded examples."""
-        raise NotImplementedError
+        batches: Batches = self.batches(setting)
+        return batches
 
     def encode_corpus(
         self,
@@ -169,20 +169,12 @@ class Task:
         """Return the examples of one side as ids, from the cache in `folder`, written first where missing.
 
         Rows keep their full length: batches cut them to what a model takes, so a cache serves models of any
-        length.
-
-        Args:
-            corpus: the examples.
-            side: which of its two sides.
-            tokenizer: its truncation and padding are not applied. None for images.
-            labels: names of classes or tags, in the order of their numbers.
-            folder: where the cache is, or is to be.
-            special: ids of special tokens by role; text needs the one between documents.
-            template: the chat template, for tasks that learn from conversations.
+        length. The tokenizer's truncation and padding are not applied. `labels` are in the order of their
+        numbers; `special` are the ids of special tokens by role, for the one between documents.
         """
         refuse(
-            corpus.shape != self.shape.name,
-            f"the task {self.name} learns from {self.shape.name}, and the data are {corpus.shape}: "
+            corpus.shape != self.row.PLURAL,
+            f"the task {self.name} learns from {self.row.PLURAL}, and the data are {corpus.shape}: "
             "choose another data.task, or other data",
         )
         if tokenizer is None:
@@ -225,9 +217,9 @@ class Task:
         return batches
 
     def direct_batches(
-        self, loaded: Any, corpus: Corpus, side: Side, plan: DataPlan, seed: int
+        self, loaded: Any, corpus: Corpus, side: Side, plan: DataPlan, seed: int, training: bool = True
     ) -> Batches | None:
-        """Return the batches of a task whose examples are not encoded first; None: they are."""
+        """Return the batches of a run or an evaluation whose examples are not encoded; None: they are."""
         return None
 
     # Model --------------------------------------------------------------------------------------------------
@@ -236,7 +228,7 @@ class Task:
     def specials(self) -> SpecialTokens:
         """Return the special tokens of a task that reads text."""
         if self.tokens is None:
-            raise InputError(f'task "{self.name}" has no tokens: it reads {self.shape.name}')
+            raise InputError(f'task "{self.name}" has no tokens: it reads {self.row.PLURAL}')
         return self.tokens
 
     @property
@@ -271,9 +263,9 @@ class Task:
 
     def with_values(self, **values: Any) -> Self:
         """Return a copy with some attributes of its own."""
-        made = copy.copy(self)
-        made.__dict__.update(values)
-        return made
+        changed = copy.copy(self)
+        changed.__dict__.update(values)
+        return changed
 
     # Loss ---------------------------------------------------------------------------------------------------
 
@@ -291,7 +283,7 @@ class Task:
 
     def loss(self, outputs: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the loss summed over the targets of a batch: [], the usual one of the head."""
-        return losses.head_loss(self.head)(outputs, batch, smoothing)
+        return losses.head_loss(self.head, outputs, batch, smoothing)
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the loss of each row [B], as it is judged; each by itself, unless overridden."""
@@ -300,7 +292,7 @@ class Task:
 
     def answers(self, outputs: Tensor, batch: Batch) -> losses.Answered:
         """Return of each row the model's answers, and the right ones."""
-        return losses.head_answers(self.head)(outputs, batch)
+        raise NotImplementedError
 
     def batch_loss(
         self,
@@ -316,8 +308,8 @@ class Task:
         def own(model: Transformer, batch: Batch) -> Tensor:
             return self.loss(self.outputs_of(model, batch, chunk), batch, smoothing)
 
-        of_head = self.reads == "vocabulary"
-        return losses.batch_loss(model, batch, smoothing, chunk, balance, None if of_head else own, total)
+        own_loss = None if self.reads == "vocabulary" else own
+        return losses.batch_loss(model, batch, smoothing, chunk, balance, own_loss, total)
 
     def after_step(self, model: nn.Module) -> None:
         """Bring weights within bounds after the optimizer's step."""
@@ -342,11 +334,11 @@ class Task:
             ConfigError,
         )
 
-    def score(self, said: Answers, meant: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
         """Return what is measured of the answers to all rows, by name."""
         return {}
 
-    def missing(self, said: Answers, meant: Answers, labels: Sequence[str]) -> str:
+    def missing(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> str:
         """Return a sentence on what is never predicted; "": nothing."""
         return ""
 
@@ -358,15 +350,11 @@ class Task:
         several = not self.classes or config.n_classes > 1
         return same and several and config.input == usual.input and kind == self.stated.get("problem_type")
 
-    def judged_batches(self, loaded: Any, corpus: Corpus, plan: DataPlan) -> Batches | None:
-        """Return the batches of an evaluation that encodes no text; None: the usual ones."""
-        return None
-
     def judge(self, judged: Judged) -> list[str]:
         """Add the figures of an evaluation; return what the model says of each example, if anything."""
-        scores = self.score(judged.said, judged.meant, judged.loaded.class_names)
-        for name, (metric, said, meant) in scores.items():
-            judged.add(name, said, meant, metric)
+        scores = self.score(judged.predicted, judged.expected, judged.loaded.class_names)
+        for name, (metric, predicted, expected) in scores.items():
+            judged.add(name, predicted, expected, metric)
         return []
 
     # Sample -------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.core.transformer import evaluating
 from clearhead.errors import InputError, refuse
 from clearhead.hub import preprocessor
 from clearhead.hub.preprocessor import PREPROCESSOR
 from clearhead.hub.towers import JoinedTowers
-from clearhead.learn.batches.padding import ROWS
+from clearhead.learn.batches.ragged import ROWS
 from clearhead.learn.tasks.results import Classification
 from clearhead.run.bundle import Bundle
+from clearhead.variants.contexts import evaluating
 
 
 def towers_of(m: Bundle, task: str) -> JoinedTowers:
@@ -52,7 +52,7 @@ def text_inputs(m: Bundle, texts: Sequence[str]) -> tuple[Tensor, Tensor | None]
 def image_pixels(m: Bundle, images: Iterable[Any]) -> Tensor:
     """Return the pixels of images [M, C, height, width], as the model takes them."""
     config = towers_of(m, "embed").config
-    made = []
+    tensors = []
     for image in images:
         floating = (isinstance(image, Tensor) and image.is_floating_point()) or (
             isinstance(image, np.ndarray) and image.dtype.kind == "f"
@@ -63,8 +63,8 @@ def image_pixels(m: Bundle, images: Iterable[Any]) -> Tensor:
             "add it, or give pixels, floating-point numbers",
         )
         assert config.frame is not None
-        made.append(preprocessor.pixels_for(image, config.image.n_channels, config.frame, m.images))
-    return torch.stack(made)
+        tensors.append(preprocessor.pixels_for(image, config.image.n_channels, config.frame, m.images))
+    return torch.stack(tensors)
 
 
 @torch.inference_mode()
@@ -83,18 +83,18 @@ def embed(m: Bundle, inputs: Sequence[Any], batch_size: int | None = None) -> Te
     of_texts = [place for place, item in enumerate(inputs) if isinstance(item, str)]
     of_images = [place for place, item in enumerate(inputs) if not isinstance(item, str)]
     with evaluating(towers):
-        for places in _batches(of_texts, batch_size):
-            ids, mask = text_inputs(m, [inputs[place] for place in places])
+        for numbers in _batches(of_texts, batch_size):
+            ids, mask = text_inputs(m, [inputs[place] for place in numbers])
             on = ids.to(weight.device), None if mask is None else mask.to(weight.device)
-            vectors[places] = nnf.normalize(towers.embed_texts(*on).float(), dim=-1).cpu()
-        for places in _batches(of_images, batch_size):
-            given = image_pixels(m, (inputs[place] for place in places)).to(weight)
-            vectors[places] = nnf.normalize(towers.embed_images(given).float(), dim=-1).cpu()
+            vectors[numbers] = nnf.normalize(towers.embed_texts(*on).float(), dim=-1).cpu()
+        for numbers in _batches(of_images, batch_size):
+            pixels = image_pixels(m, (inputs[place] for place in numbers)).to(weight)
+            vectors[numbers] = nnf.normalize(towers.embed_images(pixels).float(), dim=-1).cpu()
     return vectors
 
 
-def _batches(places: list[int], size: int) -> list[list[int]]:
-    return [places[start : start + size] for start in range(0, len(places), size)]
+def _batches(numbers: list[int], size: int) -> list[list[int]]:
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
 
 
 @torch.inference_mode()
@@ -104,8 +104,8 @@ def zero_shot(
     """Return which of the labels fits each image best; see `Model.classify`."""
     towers = towers_of(m, "classify with labels")
     check_labels(labels)
-    given = [Path(image) if isinstance(image, str) else image for image in images]
-    texts, pictures = embed(m, list(labels), batch_size), embed(m, given, batch_size)
+    paths = [Path(image) if isinstance(image, str) else image for image in images]
+    texts, pictures = embed(m, list(labels), batch_size), embed(m, paths, batch_size)
     weight = next(towers.parameters())
     logits = towers.compare(texts.to(weight), pictures.to(weight)).logits.float().cpu()  # M N
     scores = logits.softmax(-1) if towers.config.loss == "softmax" else logits.sigmoid()

@@ -16,9 +16,8 @@ from tokenizers import Tokenizer
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.resolve import derive
-from clearhead.core.config.typed import hints_of, shaped
 from clearhead.core.transformer import Transformer
-from clearhead.errors import ConfigError, nearest, refuse
+from clearhead.errors import ConfigError, hints_of, nearest, refuse, shaped
 from clearhead.hub.checkpoint import Description, describe, exported
 from clearhead.hub.gguf import is_gguf
 from clearhead.hub.tokens.training import begin_texts
@@ -51,7 +50,7 @@ def base_of(recipe: Recipe) -> Model | None:
             ConfigError,
         )
         return None
-    loaded = load(_folder(base), dtype=torch.float32)
+    loaded = load(_folder(base), dtype=torch.float32, mapped=False)
     refuse_quantized(loaded.model, "trained")
     lay_out_rows(loaded.model)
     return loaded
@@ -82,13 +81,13 @@ def expected_config(recipe: Recipe) -> ModelConfig:
     What the data decides is as in the recipe or, where it is silent, as in the base: vocabulary, classes, the
     size of images.
     """
-    given = {name: value for name, value in recipe.model.items() if name != BASE}
+    chosen = {name: value for name, value in recipe.model.items() if name != BASE}
     base = recipe.model.get(BASE)
     if base is None:
         start = task_named(recipe.data.task or "lm").usual.config(large=True)
     else:
         start = preset(base) if base in PRESETS else describe(_folder(base)).config
-    return _config(start, {"vocab_size": recipe.tokens.vocab_size, **given}, given)
+    return _config(start, {"vocab_size": recipe.tokens.vocab_size, **chosen}, chosen)
 
 
 def build(
@@ -101,50 +100,43 @@ def build(
     base: Model | None = None,
     large: bool = False,
 ) -> Model:
-    """Make a model for a task.
+    """Make a model for the task of this name, as `[model]` says; where it is silent, as the task says.
 
-    Args:
-        recipe: its `[model]` decides; where it is silent, the task does.
-        task: its name in `tasks.table`.
-        tokenizer: of the text; None: images.
-        special: ids of its special tokens by role.
-        labels: names of the classes.
-        image: height, width and channels.
-        base: what `base_of` returned.
-        large: choose a size for a GPU where the recipe names none.
+    `tokenizer` is None for images. `base` is what `base_of` returned. `large`: choose a size for a GPU where
+    the recipe names none.
     """
     spec = task_named(task)
-    given = {name: value for name, value in recipe.model.items() if name != BASE}
+    chosen = {name: value for name, value in recipe.model.items() if name != BASE}
     if base is None:
         start = preset(recipe.model[BASE]) if BASE in recipe.model else spec.usual.config(large)
     else:
         start = base.config
     _check_kind(start, recipe.model, spec)
     if base is None:
-        fixed = _fixed(spec, tokenizer, labels, image, given)
-        config = _config(start, {**_usual_head(start.family, spec.head), **given, **fixed}, given)
+        fixed = _fixed(spec, tokenizer, labels, image, chosen)
+        config = _config(start, {**_usual_head(start.family, spec.head), **chosen, **fixed}, chosen)
         _check_memory(config, recipe.train)
         torch.manual_seed(recipe.train.seed)
-        made = Model(Transformer(config), labels=tuple(labels) if config.n_classes else ())
+        model = Model(Transformer(config), labels=tuple(labels) if config.n_classes else ())
     else:
         _check_sizes(base, image, tokenizer)
         if tokenizer is not None and start.head == spec.head and set(labels) <= set(base.labels):
             labels = base.labels  # the classes it knows, by their numbers there
-        fixed = _fixed(spec, tokenizer, labels, image, given)
-        made = _adapted(base, fixed, given, tuple(labels), recipe.train.seed)
+        fixed = _fixed(spec, tokenizer, labels, image, chosen)
+        model = _adapted(base, fixed, chosen, tuple(labels), recipe.train.seed)
     if tokenizer is not None and spec.one_shape and recipe.data.packing == "isolated":
         _begin_documents(tokenizer, special)
-    made = dataclasses.replace(
-        made,
+    model = dataclasses.replace(
+        model,
         tokenizer=tokenizer,
         special=dict(special),
-        generation=_generation(recipe, spec, special, base or made),
+        generation=_generation(recipe, spec, special, base or model),
     )
     if spec.stated:
-        saved = exported(made.config, made.description)
+        saved = exported(model.config, model.description)
         named = {f"{role}_token_id": special[role] for role in ("bos", "eos", "pad") if role in special}
-        made.description = Description({**named, **saved.theirs, **spec.stated}, made.config, saved.kind)
-    return made
+        model.description = Description({**named, **saved.theirs, **spec.stated}, model.config, saved.kind)
+    return model
 
 
 def _begin_documents(tokenizer: Tokenizer, special: Mapping[str, int]) -> None:
@@ -193,13 +185,13 @@ def _fixed(
     tokenizer: Tokenizer | None,
     labels: Sequence[str],
     image: ImageSize | None,
-    given: Mapping[str, Any],
+    chosen: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what the task and the data decide."""
     fixed: dict[str, Any] = {"head": task.head, "n_classes": task.n_classes(labels)}
     if image is not None:
         height, width, channels = image
-        patch = given.get("patch_size", 4 if max(height, width) <= 64 else 16)
+        patch = chosen.get("patch_size", 4 if max(height, width) <= 64 else 16)
         fixed |= {"image_size": (height, width), "n_channels": channels, "patch_size": patch}
         if patch > 0:
             refuse(
@@ -210,18 +202,18 @@ def _fixed(
             )
             fixed["max_positions"] = (height // patch) * (width // patch) + 1
     if tokenizer is not None:
-        fixed["vocab_size"] = max(tokenizer.get_vocab_size(), given.get("vocab_size", 0))
+        fixed["vocab_size"] = max(tokenizer.get_vocab_size(), chosen.get("vocab_size", 0))
     if not task.pooled:
         fixed["pooler"] = "none"
     return fixed
 
 
-def _config(start: ModelConfig, values: Mapping[str, Any], given: Mapping[str, Any]) -> ModelConfig:
+def _config(start: ModelConfig, values: Mapping[str, Any], chosen: Mapping[str, Any]) -> ModelConfig:
     """Change a config; fields derived from a width are derived from the new one."""
-    values = {**_dropout(start, given), **values}
-    if given.get("d_model", 0) > 0:
+    values = {**_dropout(start, chosen), **values}
+    if chosen.get("d_model", 0) > 0:
         powers = {"embedding_scale": 0.5, "logit_scale": -0.5}
-        scales = {name: float(given["d_model"]) ** power for name, power in powers.items()}
+        scales = {name: float(chosen["d_model"]) ** power for name, power in powers.items()}
         values = {name: scale for name, scale in scales.items() if getattr(start, name) != 1.0} | values
     names = {name: value for name, value in values.items() if name != "vocab_size" or value}
     return _loosened(_loosened(start).replace(**_typed(names)))
@@ -239,10 +231,10 @@ def _loosened(config: ModelConfig) -> ModelConfig:
     return config
 
 
-def _dropout(start: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def _dropout(start: ModelConfig, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dropout asked for, wherever `start` uses one value for all."""
-    same = "dropout" in given and 0 < start.feedforward_dropout == start.dropout
-    return {"feedforward_dropout": given["dropout"]} if same else {}
+    same = "dropout" in chosen and 0 < start.feedforward_dropout == start.dropout
+    return {"feedforward_dropout": chosen["dropout"]} if same else {}
 
 
 def _usual_head(family: str, head: str, base: Model | None = None) -> dict[str, Any]:
@@ -274,7 +266,7 @@ def _typed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapted(
-    base: Model, fixed: Mapping[str, Any], given: Mapping[str, Any], labels: tuple[str, ...], seed: int
+    base: Model, fixed: Mapping[str, Any], chosen: Mapping[str, Any], labels: tuple[str, ...], seed: int
 ) -> Model:
     """Give a loaded model the head that the task needs.
 
@@ -285,7 +277,7 @@ def _adapted(
     usual = _usual_head(old.family, fixed["head"], base) if fixed["head"] != old.head else {}
     changes = (
         usual
-        | _typed({**_dropout(old, given), **given})
+        | _typed({**_dropout(old, chosen), **chosen})
         | {name: value for name, value in fixed.items() if name not in kept}
     )
     if changes["head"] == "classifier" and old.family == "encoder" and old.input == "tokens":
@@ -320,16 +312,13 @@ def _generation(recipe: Recipe, task: Task, special: Mapping[str, int], known: M
     if task.head != "lm":
         return {}
     plan, roles = recipe.generate, ("bos", "eos", "pad", "decoder_start")
-    made = {f"{role}_token_id": special[role] for role in roles if role in special} | known.generation
+    settings = {f"{role}_token_id": special[role] for role in roles if role in special} | known.generation
     if task.usual is DECODER:
-        sampling = {"temperature": plan.temperature or 1.0, "top_p": plan.top_p}
-        return made | {"max_new_tokens": plan.max_new_tokens, "do_sample": plan.temperature > 0} | sampling
+        settings |= {"max_new_tokens": plan.max_new_tokens, "do_sample": plan.temperature > 0}
+        return settings | {"temperature": plan.temperature or 1.0, "top_p": plan.top_p}
     most = min(plan.max_new_tokens, known.config.max_positions)
-    return made | {
-        "max_new_tokens": most,
-        "num_beams": plan.num_beams,
-        "length_penalty": plan.length_penalty,
-    }
+    beams = {"num_beams": plan.num_beams, "length_penalty": plan.length_penalty}
+    return settings | {"max_new_tokens": most} | beams
 
 
 def processor(

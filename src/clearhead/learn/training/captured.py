@@ -9,7 +9,7 @@ Dropout goes on as it would: a replay takes the seed that the step has set.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,8 +18,7 @@ from torch import Tensor
 
 from clearhead.core.taps import SILENT, tap_for
 from clearhead.errors import first_line
-from clearhead.learn.batches.batch import Batch, padded_up, scored_up
-from clearhead.learn.batches.buckets import Bucketed
+from clearhead.learn.batches.batch import Batch, Bucketed, padded_up, scored_up
 from clearhead.learn.parallel.pipeline import MicroBatches
 from clearhead.learn.training import optim
 from clearhead.learn.training.events import Note, OnEvent
@@ -43,7 +42,7 @@ def fit(run: TrainingRun, batch: Batch) -> Batch:
 
 def size_of(batch: Batch) -> Size:
     """Return all that a recording of a batch depends on."""
-    shapes = ((name, tuple(one.shape), one.dtype) for name, one in batch.tensors().items())
+    shapes = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in batch.tensors().items())
     return (*shapes, batch.n_scored)
 
 
@@ -71,9 +70,8 @@ class CapturedStep(PlainStep):
     def __init__(self, run: TrainingRun, scaler: torch.amp.GradScaler, on_event: OnEvent) -> None:
         super().__init__(run, scaler, on_event)
         device = run.precision.device
-        self.recorder = (
-            GraphRecorder() if device.type == "cuda" else None
-        )  # None: what it would replay is run
+        # None: what it would replay is run
+        self.recorder = GraphRecorder() if device.type == "cuda" else None
         self.recording = True
         self.passes: dict[Size, CapturedPass] = {}
         self.replay_update: Launch | None = None
@@ -105,7 +103,7 @@ class CapturedStep(PlainStep):
         mean = self.total / self.targets
         self.numbers.copy_(torch.stack([mean, norm, mean + norm]))
         optim.step_unless(run.optimizer, ~self.numbers[-1].isfinite())
-        torch._foreach_zero_([one.grad for one in self.trained if one.grad is not None])
+        torch._foreach_zero_([parameter.grad for parameter in self.trained if parameter.grad is not None])
         self.total.zero_()
 
     def _ready(self, batches: Sequence[Batch]) -> bool:
@@ -119,19 +117,19 @@ class CapturedStep(PlainStep):
 
     def _record(self, batch: Batch) -> None:
         """Record both passes over batches of the size of this one."""
-        fixed = Batch(**{name: one.clone() for name, one in batch.tensors().items()})
+        fixed = Batch(**{name: tensor.clone() for name, tensor in batch.tensors().items()})
         fixed.__dict__.update({name: getattr(batch, name) for name in Batch.COUNTS})
 
         def warm_up() -> None:
-            _, found = self._gradients(fixed)  # what is made at first use is made now
-            for one, gradient in zip(self.trained, found):
-                if gradient is not None and one.grad is None:
-                    one.grad = torch.zeros_like(one)
+            _, gradients = self._gradients(fixed)  # what is made at first use is made now
+            for parameter, gradient in zip(self.trained, gradients):
+                if gradient is not None and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
 
         def passes() -> None:
-            loss, found = self._gradients(fixed)
-            used = [(one.grad, grad) for one, grad in zip(self.trained, found) if grad is not None]
-            torch._foreach_add_(*map(list, zip(*used)))
+            loss, gradients = self._gradients(fixed)
+            pairs = [(weight.grad, grad) for weight, grad in zip(self.trained, gradients) if grad is not None]
+            torch._foreach_add_(*map(list, zip(*pairs)))
             self.total.add_(loss)
 
         replay = self._recorded(passes, warm_up)
@@ -149,7 +147,8 @@ class CapturedStep(PlainStep):
         devices = [self.run.precision.device] if self.recorder is not None else []
         try:
             if warm_up is not None:
-                with torch.random.fork_rng(devices), self._aside():
+                aside = nullcontext() if self.recorder is None else self.recorder.aside()
+                with torch.random.fork_rng(devices), aside:
                     warm_up()
             return launch if self.recorder is None else self.recorder.record(launch)
         except Exception as error:  # an operation that waits for the device, or one that no recording holds
@@ -157,9 +156,6 @@ class CapturedStep(PlainStep):
             self.passes.clear()
             self.on_event(Note(f"steps are not recorded, and slower for it: {first_line(error)}"))
             return None
-
-    def _aside(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.recorder is None else self.recorder.aside()
 
 
 @dataclass(frozen=True)
@@ -171,8 +167,8 @@ class CapturedPass:
 
     def __call__(self, batch: Batch) -> None:
         """Add the gradients and the loss of a batch."""
-        for mine, given in zip(self.batch.tensors().values(), batch.tensors().values()):
-            mine.copy_(given, non_blocking=True)
+        for mine, tensor in zip(self.batch.tensors().values(), batch.tensors().values()):
+            mine.copy_(tensor, non_blocking=True)
         self.replay()
 
 

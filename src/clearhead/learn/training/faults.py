@@ -103,8 +103,8 @@ def diagnose(
             return task.batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk)[0]
 
     faults = [find_fault(model, batch, loss_of, alone=split_loss is None) for batch in batches]
-    everywhere = itertools.chain.from_iterable(world.everyone(faults))
-    return min(everywhere, key=lambda fault: fault.order).line(step, plan)
+    of_all = itertools.chain.from_iterable(world.everyone(faults))
+    return min(of_all, key=lambda fault: fault.order).line(step, plan)
 
 
 def find_fault(
@@ -118,44 +118,44 @@ def find_fault(
     """
     everyone = tuple(range(len(batch)) if batch.numbers is None else batch.numbers.flatten().tolist())
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found: list[Fault] = []
-    places = itertools.count(getattr(model, "stage", 0) * MODULES)  # stages of a pipeline follow each other
+    faults: list[Fault] = []
+    order = itertools.count(getattr(model, "stage", 0) * MODULES)  # stages of a pipeline follow each other
 
     def check_output(name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], out: object) -> None:
-        place = next(places)
-        if found or not isinstance(out, Tensor) or local(out).isfinite().all():
+        place = next(order)
+        if faults or not isinstance(out, Tensor) or local(out).isfinite().all():
             return
         own = module.named_parameters(name, recurse=False)
-        weight = next((called for called, one in own if not local(one).isfinite().all()), None)
+        weight = next((called for called, parameter in own if not local(parameter).isfinite().all()), None)
         examples = everyone
         if out.ndim > 1 and out.shape[0] == len(everyone):
             finite = local(out).isfinite().flatten(1).all(1).tolist()
             examples = tuple(number for number, is_finite in zip(everyone, finite) if not is_finite)
         largest = _largest(*args, *kwargs.values())
-        found.append(Fault("output", name, largest, out.dtype, weight, examples, place))
+        faults.append(Fault("output", name, largest, out.dtype, weight, examples, place))
 
     def check_gradient(name: str, gradient: Tensor) -> None:
-        if not found and not local(gradient).isfinite().all():
-            found.append(Fault("gradient", name, examples=everyone))
+        if not faults and not local(gradient).isfinite().all():
+            faults.append(Fault("gradient", name, examples=everyone))
 
     with torch.compiler.set_stance("force_eager"), torch.enable_grad(), unjoined(model), ExitStack() as hooks:
         for name, part in model.named_modules():
             if name:
                 hooks.enter_context(part.register_forward_hook(partial(check_output, name), with_kwargs=True))
         loss = loss_of(model, batch)
-        if not found and not loss.isfinite():
-            found.append(Fault("loss", examples=everyone))
+        if not faults and not loss.isfinite():
+            faults.append(Fault("loss", examples=everyone))
         if not alone:
             model.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             for name, parameter in reversed(trained.items()):
                 if parameter.grad is not None:
                     check_gradient(name, parameter.grad)
-        elif not found:
+        elif not faults:
             for name, parameter in trained.items():
                 hooks.enter_context(cast(Any, parameter).register_hook(partial(check_gradient, name)))
             torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return found[0] if found else Fault("none", examples=everyone)
+    return faults[0] if faults else Fault("none", examples=everyone)
 
 
 @contextmanager

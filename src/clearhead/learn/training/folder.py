@@ -1,51 +1,49 @@
-"""The folder of a run: made for one run, locked while a run writes it, given back as it was on failure."""
+"""The folder of a run: made for one run, locked while it is written, given back as it was on failure.
 
+A finished run leaves a card with its model, and the adapter where it trained low-rank updates.
+"""
+
+import importlib
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.files import LOCK, locked_folder, write_text
+from clearhead.hub.peft import RankUpdate, write_adapter
+from clearhead.hub.weights import open_tensors
+from clearhead.learn.data.examples import Corpus, Images
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.data.given import ROWS
 from clearhead.learn.parallel import launch, restarts
-from clearhead.learn.training.departure import PICTURE
+from clearhead.learn.recipe import BASE, Recipe, read_recipe
+from clearhead.learn.tasks.task import Task
 from clearhead.learn.training.events import CURVE, LOG, Note, OnEvent
-from clearhead.learn.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, newest
+from clearhead.learn.training.loop import TrainingRun
+from clearhead.learn.training.state import BEST, CACHE, CHECKPOINTS, LAST, PRETRAIN, TENSORS, newest
+from clearhead.run.api import Model
 
+ADAPTER, CARD = "adapter", "README.md"
+SECTIONS = ("data", "tokens", "train", "generate", "parallel")
+PICTURE = "example.png"  # written next to a model that reads pictures
+LETTERS = {"generate": 16, "fill": 60}  # of the example, at most; a prompt is to be continued
+USUAL = 200
+SHORT = 100  # positions of a model that writes few tokens
+_PLACE = re.compile("TEXT|IMAGE|QUESTION CONTEXT")
 LAUNCH = ".launch"  # the name of the launch of several processes that writes the folder
 BEFORE = ".before"  # an earlier run, which waits for the first checkpoint of the one that replaces it
 MOVING = ".moving"  # the same on its way in or out: what it holds belongs into the folder
 OWN = (  # what a run writes
-    *(
-        RECIPE,
-        CACHE,
-        PRETRAIN,
-        CHECKPOINTS,
-        BEST,
-        LAST,
-        LOG,
-        CURVE,
-        PICTURE,
-        *ROWS.values(),
-        "adapter",
-        "README.md",
-        "tensorboard",
-        ".*",
-    ),
-    *(
-        "*.safetensors",
-        "*.index.json",
-        "*config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        "modules.json",
-        "1_Pooling",
-    ),
+    *(RECIPE, CACHE, PRETRAIN, CHECKPOINTS, BEST, LAST, LOG, CURVE, PICTURE, *ROWS.values()),
+    *(ADAPTER, CARD, "tensorboard", "*.safetensors", "*.index.json", "*config.json", "tokenizer.json"),
+    *("chat_template.jinja", "modules.json", "1_Pooling", ".*"),
 )
 CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes into its cache
 
@@ -177,3 +175,120 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
                 f"{path} is no part of a run, and would be lost: move it away, or name another --out",
                 CheckpointError,
             )
+
+
+# What a finished run leaves ---------------------------------------------------------------------------------
+
+
+def leave_adapter(run: TrainingRun, chosen: Model, checkpoint: Path) -> None:
+    """Write the low-rank updates of a checkpoint as PEFT's adapter of the run's base model.
+
+    A head that was trained along is no part of an adapter: a run that has one leaves the merged model alone.
+    """
+    if not run.plan.lora or chosen.config.head != "lm" or not any(checkpoint.glob(f"{TENSORS}*")):
+        return
+    stored = open_tensors(checkpoint, TENSORS)
+    prefix = "ema/" if run.ema is not None else "weights/"
+    parts = {name.removeprefix(prefix): tensor for name, tensor in stored.items() if name.startswith(prefix)}
+    layers = [name.removesuffix(".a") for name in parts if name.endswith(".a")]
+    updates = {
+        layer: RankUpdate(
+            parts[f"{layer}.a"].read().clone(), parts[f"{layer}.b"].read().clone(), run.plan.lora_alpha
+        )
+        for layer in layers
+    }
+    base = read_recipe(run.folder / RECIPE).model.get(BASE)
+    architecture = chosen.described().architecture
+    write_adapter(run.folder / ADAPTER, updates, chosen.config, architecture, base)
+
+
+# The card ---------------------------------------------------------------------------------------------------
+
+
+def leave_card(run: TrainingRun, chosen: Model, metrics: Mapping[str, float], use: str) -> None:
+    """Write what was trained, on what, how and how well, as the card that model hubs show: README.md."""
+    recipe = read_recipe(run.folder / RECIPE)
+    base = recipe.model.get(BASE)
+    judged = {name: f"{value:.4g}" for name, value in metrics.items() if name != "step"}
+    step = int(metrics.get("step", run.state.step))
+    parts = [
+        *("---", "library_name: clearhead", "tags:", f"- {run.task.name}", "---", ""),
+        *(f"# {run.folder.name}", ""),
+        f"A model for the task `{run.task.name}`, trained with clearhead for {run.state.step:,} steps"
+        + ("." if base is None else f" from `{Path(str(base)).name}`."),
+        *("", "## Model", "", *_rows(("", ""), chosen.facts.items(), without=("folder",)), ""),
+        *("## Data", "", *(f"- `{Path(name).name}`" for name in recipe.data.paths or ("given in Python",))),
+        *("", "Settings that are not the defaults:", "", *_rows(("setting", "value"), _changed(recipe)), ""),
+        *("## Results", "", f"On the validation data, with the weights of step {step:,}:", ""),
+        *_rows(("metric", "value"), judged.items()),
+        *(("", f"![Loss by step]({CURVE})") if (run.folder / CURVE).is_file() else ()),
+        *("", "## Use", "", "```bash", use and f"clearhead {use}", "```", ""),
+    ]
+    write_text(run.folder / CARD, "\n".join(parts))
+
+
+def _changed(recipe: Recipe) -> Iterable[tuple[str, Any]]:
+    """Yield the settings of a recipe that are not as usual; files by their names alone."""
+    usual = Recipe()
+    for section in SECTIONS:
+        plan, other = getattr(recipe, section), getattr(usual, section)
+        for setting in fields(plan):
+            value = getattr(plan, setting.name)
+            if value != getattr(other, setting.name) and setting.name not in ("paths", "validation", "model"):
+                yield f"{section}.{setting.name}", value
+    yield from ((f"model.{name}", value) for name, value in recipe.model.items() if name != BASE)
+
+
+def _rows(head: tuple[str, str], rows: Iterable[tuple[str, Any]], without: tuple[str, ...] = ()) -> list[str]:
+    """Return a table of Markdown."""
+    body = [
+        f"| {name} | {str(value).replace('|', chr(92) + '|')} |"
+        for name, value in rows
+        if name not in without
+    ]
+    return [f"| {head[0]} | {head[1]} |", "| --- | --- |", *body]
+
+
+# The command to try -----------------------------------------------------------------------------------------
+
+
+def first_example(corpus: Corpus) -> Any:
+    """Return the first example to validate on; of pictures, its pixels [H, W, C]."""
+    rows: Any = corpus.validation
+    return rows.pixels[0] if isinstance(rows, Images) else next(iter(rows), None)
+
+
+def command_to_try(task: Task, example: Any, model: Model, folder: Path) -> str:
+    """Return the command that uses a trained model, with this example in place of TEXT."""
+    command = task.command.format(folder=quote(str(folder)))
+    if task.tokens is None:
+        return _PLACE.sub(lambda match: _picture(example, folder) or match[0], command)
+    asked: tuple[str, ...] = example.asked()
+    verb = command.split()[0]
+    texts = [_shown(text, LETTERS.get(verb, USUAL)) for text in asked or example.texts()]
+    if verb == "fill" and model.tokenizer is not None:
+        mask = model.tokenizer.id_to_token(model.special["mask"])
+        texts = [" ".join([*texts[0].split(" ")[:-1], str(mask)])]
+    if not all(texts):
+        return command
+    arguments = (" " if asked else " --pair ").join(map(quote, texts))
+    if verb == "generate" and model.max_length < SHORT:  # the usual number of new tokens does not fit
+        arguments += f" --max-new-tokens {model.max_length // 3}"
+    return _PLACE.sub(lambda match: arguments, command)
+
+
+def _shown(text: str, most: int) -> str:
+    """Return the beginning of a text on one line, cut between words, that is no option of a command."""
+    line = " ".join(text.split()).lstrip("-").strip()
+    return line if len(line) <= most else line[:most].rpartition(" ")[0] or line[:most]
+
+
+def _picture(pixels: Any, folder: Path) -> str:
+    """Write a picture next to the model; return its path, or "" without Pillow."""
+    try:
+        image = importlib.import_module("PIL.Image")
+    except ImportError:
+        return ""
+    flat = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    image.fromarray(flat).save(folder / PICTURE)
+    return quote(str(folder / PICTURE))

@@ -57,7 +57,7 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
     """Train from `run.state` on; return why training ended. The last checkpoint may still be on its way."""
     plan, state, model = run.plan, run.state, run.model
     scaler = run.precision.scaler(state)
-    one, meter = run.stepping(run, scaler, on_event), Meter(run, on_event)
+    stepper, meter = run.stepping(run, scaler, on_event), Meter(run, on_event)
     model.train()
     upcoming = run.batches(state.step + 1)
     while state.step < run.steps and run.patient:
@@ -65,11 +65,11 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         run.seed(step)
         optim.set_lr(run.optimizer, run.lr(step))
         with run.world.waiting(f"the gradients of step {step}"):
-            total = one.gradients(work)
+            total = stepper.gradients(work)
         if step < run.steps:
             upcoming = run.batches(step + 1)  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
-        read = one.update(total, work.targets)
+        read = stepper.update(total, work.targets)
         run.task.after_step(model)
         if run.ema is not None:
             run.ema.update(model)
@@ -197,7 +197,8 @@ class Meter:
         scaled = run.precision.scaled and math.isfinite(loss)
         often = not scaled and state.skipped > max(FEW, SHARE * step)
         again = state.skipped_last >= min(HALVINGS if scaled else IN_A_ROW, run.steps)
-        lost = not all(local(one).isfinite().all() for one in run.model.parameters())  # nothing cures that
+        # Nothing cures weights that are not finite.
+        lost = not all(local(parameter).isfinite().all() for parameter in run.model.parameters())
         if run.world.any(often or again or lost):
             run.seed(step)  # the optimizer did not step: the weights are still those before it
             work = run.model, batches, step, run.precision, run.plan, run.task, run.world
@@ -283,7 +284,7 @@ class TrainingRun:
     attention: Callable[[], AbstractContextManager[object]] = nullcontext  # see `machine.quick_attention`
     ema: weights.Ema | None = None
     samples: Callable[[Model], tuple[str, ...]] = lambda loaded: ()
-    example: Any = None  # what `tries.first_example` returned
+    example: Any = None  # what `folder.first_example` returned
     flops_per_token: float = 0.0
     state: State = field(default_factory=State)
     world: World = ALONE  # the processes of the run
@@ -291,7 +292,7 @@ class TrainingRun:
     empty: Transformer | None = None  # the model without weights, where several processes hold parts of it
     partial: Sequence[nn.Parameter] = ()  # with gradients to be summed over the tensor axis
     saver: Saver = field(default_factory=Saver)
-    fit: Callable[[Batch], Batch] = lambda batch: batch  # to one of the sizes of recorded steps
+    fit: Callable[[Batch], Batch] = lambda batch: batch  # to one of the sizes of captured steps
     stepping: type[PlainStep] = PlainStep  # how steps are taken
 
     @property
@@ -379,10 +380,10 @@ class TrainingRun:
         if self.empty is None:
             yield usable
             return
-        found = dict(shards.wholes(dict(self.model.named_parameters()), keep=self.world.first))
+        weights = dict(shards.wholes(dict(self.model.named_parameters()), keep=self.world.first))
         if not self.world.first:
             yield None
             return
-        made = shards.assembled(self.empty, found)
-        with merged(made) if self.plan.lora else nullcontext():
-            yield replace(usable, model=made.eval())
+        model = shards.assembled(self.empty, weights)
+        with merged(model) if self.plan.lora else nullcontext():
+            yield replace(usable, model=model.eval())

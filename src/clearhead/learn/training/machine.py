@@ -5,7 +5,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +18,9 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.parallel import planner, processes_here
+from clearhead.learn.parallel import ParallelPlan, planner, processes_here
 from clearhead.learn.parallel.division import Checkpointing, Work
 from clearhead.learn.parallel.estimate import find_device
-from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.recipe import Recipe, TrainPlan
 from clearhead.learn.tasks.task import Task
 from clearhead.learn.training.state import State
@@ -36,18 +35,18 @@ WORTH = 500  # steps below which compiling takes longer than it saves
 COMPILING = 30.0  # seconds that compiling takes, about
 # Seconds of a step for each layer, at the peak: where it takes less, handing it over takes longer.
 LAYER = 1e-3
-FLOAT8 = (8, 9)  # the first compute capability with products in float8
+FLOAT8 = (8, 9)  # the first compute capability with matmuls in float8
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtype that matrix products are computed in; weights stay in float32."""
+    """The dtype that matmuls are computed in; weights stay in float32."""
 
     device: torch.device
     dtype: torch.dtype | None  # of autocast; None: everything in float32
     sentence: str  # for the user, one line
     peak: float | None = None  # operations per second in `dtype`, where known
-    float8: bool = False  # products of blocks are in float8; see `fast.float8`
+    float8: bool = False  # matmuls of blocks are in float8; see `run.kernels.float8`
 
     @property
     def name(self) -> str:
@@ -67,9 +66,8 @@ class Precision:
         """Return a gradient scaler that continues from `state`; without float16 it does nothing."""
         scaler = torch.amp.GradScaler(self.device.type, enabled=self.scaled)
         if self.scaled and state is not None and state.scale is not None:
-            scaler.load_state_dict(
-                {**scaler.state_dict(), "scale": state.scale, "_growth_tracker": state.scale_age}
-            )
+            own = {"scale": state.scale, "_growth_tracker": state.scale_age}
+            scaler.load_state_dict(scaler.state_dict() | own)
         return scaler
 
 
@@ -100,34 +98,27 @@ def choose_precision(plan: TrainPlan, device: torch.device) -> Precision:
     if wanted == "float32":
         return Precision(device, None, f"float32 on {kind}")
     if wanted == "float8":
-        said = f"products of blocks in float8, others in bfloat16, weights in float32, on {name}"
-        return Precision(device, torch.bfloat16, said, peak, float8=True)
+        sentence = f"mixed precision on {name}: float8 matmuls in blocks, bfloat16 elsewhere, float32 weights"
+        return Precision(device, torch.bfloat16, sentence, peak, float8=True)
     if wanted == "float16":
         why = "" if has_bfloat16 else ", which has no bfloat16"
-        said = f"products in float16 with a scaled loss, weights in float32, on {name}{why}"
-        return Precision(device, torch.float16, said, peak)
+        sentence = f"mixed precision on {name}{why}: float16 matmuls, float32 weights, a scaled loss"
+        return Precision(device, torch.float16, sentence, peak)
     slow = kind == "cpu" and cpu_has_bfloat16() is False
-    why = ", which has no instructions for it: float32 is faster" if slow else ""
-    said = f"products in bfloat16, weights in float32, on {name}{why}"
-    return Precision(device, torch.bfloat16, said, peak)
-
-
-def changes(asked: TrainPlan, plan: TrainPlan) -> Iterator[str]:
-    """Yield what a settled plan has other than was asked for, a line each."""
-    if asked.warmup not in (None, plan.warmup):
-        yield f"warm-up of {plan.warmup} steps: {asked.warmup} would be the whole run"
+    why = ", which has no instructions for bfloat16 (float32 is faster)" if slow else ""
+    sentence = f"mixed precision on {name}{why}: bfloat16 matmuls, float32 weights"
+    return Precision(device, torch.bfloat16, sentence, peak)
 
 
 @functools.cache
 def cpu_has_bfloat16() -> bool | None:
-    """Return True if the CPU has instructions for products in bfloat16, as Linux tells; None: not known."""
+    """Return True if the CPU has instructions for matmuls in bfloat16, as Linux tells; None: not known."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    features = {
-        word for line in lines if line.lower().startswith(("flags", "features")) for word in line.split()
-    }
+    listing = [line for line in lines if line.lower().startswith(("flags", "features"))]
+    features = {word for line in listing for word in line.split()}
     return not features.isdisjoint(("avx512_bf16", "amx_bf16", "bf16")) if features else None
 
 

@@ -31,14 +31,14 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters whose names match, with `*` for any part, or that belong to a module so named."""
     named = dict(model.named_parameters(remove_duplicate=False))  # a shared weight has several names
     for pattern in patterns:
-        found = fnmatch.filter(named, pattern) + fnmatch.filter(named, f"{pattern}.*")
+        matches = fnmatch.filter(named, pattern) + fnmatch.filter(named, f"{pattern}.*")
         known = [*named, *(name for name, _ in model.named_modules() if name)]
         refuse(
-            not found,
+            not matches,
             f'train.freeze "{pattern}" names no parameter{nearest(pattern, known)}: '
             f"they are called like {next(iter(named))}, with * for any part",
         )
-        for name in found:
+        for name in matches:
             named[name].requires_grad_(False)
 
 
@@ -56,10 +56,10 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
         decay = plan.weight_decay if parameter.ndim >= 2 and id(parameter) not in tables else 0.0
         scale = plan.layer_decay ** _below_head(model, name)
         inner = BLOCK.match(name) is not None and parameter.ndim == 2 and id(parameter) not in tables
-        turned = plan.optimizer == "muon" and inner and min(parameter.shape) > 1
-        new = {"params": [], "weight_decay": decay, "scale": scale, "orthogonal": turned}
+        orthogonal = plan.optimizer == "muon" and inner and min(parameter.shape) > 1
+        new = {"params": [], "weight_decay": decay, "scale": scale, "orthogonal": orthogonal}
         mesh = getattr(parameter, "device_mesh", None)  # one update takes parameters of one mesh
-        groups.setdefault((decay, scale, mesh, turned), new)["params"].append(parameter)
+        groups.setdefault((decay, scale, mesh, orthogonal), new)["params"].append(parameter)
     refuse(not groups, "train.freeze leaves nothing to train: freeze less")
     return list(groups.values())
 
@@ -87,7 +87,7 @@ def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> O
     groups = parameter_groups(model, plan)
     if plan.optimizer == "adafactor":
         refuse(
-            any(hasattr(one, "device_mesh") for one in model.parameters()),
+            any(hasattr(parameter, "device_mesh") for parameter in model.parameters()),
             "train.optimizer adafactor works on whole weights, and several processes or train.offload split "
             "them: choose adamw or muon",
             ConfigError,
@@ -102,7 +102,7 @@ def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> O
 def set_lr(optimizer: Optimizer, lr: float) -> None:
     """Set the learning rate of the next step to `lr`, times each group's scale."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # recorded steps read it on the device
+        if isinstance(group["lr"], Tensor):  # captured steps read it on the device
             group["lr"].fill_(lr * group["scale"])
         else:
             group["lr"] = lr * group["scale"]
@@ -123,11 +123,11 @@ def step_if_finite(
     numbers = torch.stack([loss, norm, loss if scaler.is_enabled() else loss + norm])
     there = optimizer.param_groups[0]["params"][0].is_cuda
     if scaler.is_enabled() or not (there and optimizer.defaults.get("fused")):
-        found: list[float] = numbers.tolist()
-        if math.isfinite(found[-1]):
+        values: list[float] = numbers.tolist()
+        if math.isfinite(values[-1]):
             scaler.step(optimizer)
         scaler.update()  # also where the step is skipped: the scaler would not unscale again before
-        return lambda: found
+        return lambda: values
     read = read_later(numbers)
     step_unless(optimizer, ~numbers[-1].isfinite())
     return read
@@ -142,8 +142,8 @@ def step_unless(optimizer: Optimizer, bad: Tensor) -> None:
 def read_later(numbers: Tensor) -> Callable[[], list[float]]:
     """Copy numbers [N] from a GPU without waiting; return a function that waits for the copy and reads it."""
     if not numbers.is_cuda:
-        found: list[float] = numbers.tolist()
-        return lambda: found
+        values: list[float] = numbers.tolist()
+        return lambda: values
     here = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record()
@@ -208,7 +208,7 @@ class Muon(torch.optim.AdamW):
         self, groups: list[dict[str, Any]], device: torch.device, dtype: torch.dtype, **settings: Any
     ) -> None:
         super().__init__(groups, **settings)
-        self.device, self.dtype = device, dtype  # of the products; weights may be in main memory
+        self.device, self.dtype = device, dtype  # of the matmuls; weights may be in main memory
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step; gradients of matrices are used up."""

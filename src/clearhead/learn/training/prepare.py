@@ -2,8 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,18 +14,16 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from clearhead.core.heads import LanguageHead
-from clearhead.core.transformer import evaluating
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.hub.checkpoint import Unread
 from clearhead.hub.files import write_text
 from clearhead.hub.gguf import is_gguf
-from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids, truncation_side
+from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.hub.tokens.training import SPELLS_ALL, choose, train_tokenizer
-from clearhead.learn.batches.batch import Batch, Batches
-from clearhead.learn.batches.windows import FixedRows
+from clearhead.learn.batches.batch import Batch, Batches, FixedRows
 from clearhead.learn.data.examples import Corpus, Images
 from clearhead.learn.data.files import RECIPE
-from clearhead.learn.evaluation.evaluate import begun, sampler
+from clearhead.learn.evaluation.evaluate import batches_for, encoded_for, sampler
 from clearhead.learn.losses import default_chunk
 from clearhead.learn.parallel.pipeline import check as check_stages
 from clearhead.learn.parallel.pipeline import staged
@@ -33,20 +31,21 @@ from clearhead.learn.parallel.shards import emptied, materialise
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan
 from clearhead.learn.tasks import table
-from clearhead.learn.tasks.chat import chat_template, template_for
 from clearhead.learn.tasks.entries.chats import PreferenceBatches
-from clearhead.learn.tasks.table import RenderedChats, Texts, open_examples
+from clearhead.learn.tasks.generation import template_for
+from clearhead.learn.tasks.table import Texts, open_examples
 from clearhead.learn.tasks.task import DECODER, ENCODER, ENCODER_DECODER, Side, Task
 from clearhead.learn.training import build, machine, optim, weights
 from clearhead.learn.training.captured import can_capture, capture_steps
-from clearhead.learn.training.departure import first_example
 from clearhead.learn.training.events import Note, OnEvent
+from clearhead.learn.training.folder import first_example
 from clearhead.learn.training.loop import TrainingRun
 from clearhead.learn.training.state import CACHE
 from clearhead.run.api import Model
 from clearhead.run.bundle import best_device
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.training import join_projections, recompute, suit_compiled, suit_narrow
+from clearhead.variants.contexts import evaluating
 from clearhead.variants.costs import cost
 
 FINGERPRINT = f"{CACHE}/fingerprint"  # of the data a run began with
@@ -56,40 +55,55 @@ SIDES: tuple[Side, ...] = ("train", "validation")
 ALIKE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-3, "float8": 1e-1}
 
 
-def prepare(recipe: Recipe, folder: Path, on_event: OnEvent, world: World = ALONE) -> TrainingRun:
+@dataclass(frozen=True)
+class Job:
+    """One call of `train`: the folder that a run is written to, its processes, and whom it reports to."""
+
+    folder: Path
+    on_event: OnEvent = lambda event: None
+    world: World = ALONE
+    stop: Callable[[], bool] = lambda: False  # called after each step; True: save and end
+    keep: Callable[[], None] = lambda: None  # called at the first checkpoint: the folder is the new run's
+
+    def note(self, line: str) -> None:
+        """Report a sentence."""
+        self.on_event(Note(line))
+
+
+def prepare(recipe: Recipe, job: Job) -> TrainingRun:
     """Prepare a new run; what the recipe leaves open is chosen, reported, and written to `train.toml`."""
-    recipe = build.sized(recipe)
+    recipe, folder, world = build.sized(recipe), job.folder, job.world
     corpus, name = open_examples(recipe.data)
     task = table.task_named(name)
     task.check_metric(recipe.train.metric)
     for line in (*corpus.notes, *task.remarks(corpus)):
-        on_event(Note(line))
+        job.note(line)
     base = build.base_of(recipe)
     device = best_device(recipe.train.device)
     precision = machine.choose_precision(recipe.train, device)
     world.agree({**facts(corpus), "precision": precision.name})
     loaded = task.model_for(recipe, corpus, base)
     if loaded is None:
-        tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, on_event))
+        tokenizer, special = world.once(lambda: find_tokenizer(recipe, task, corpus, base, job))
         image = corpus.train.shape if isinstance(corpus.train, Images) else None
         loaded = build.build(
             recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
         )
     if line := task.ready(loaded, recipe):
-        on_event(Note(line))
+        job.note(line)
     recipe = recipe.replace("data", task=name)
-    batches = encode_batches(recipe, task, corpus, loaded, folder, on_event, world)
+    batches = encode_batches(recipe, task, corpus, loaded, job)
     for line in remarks(recipe, task, loaded, base):
-        on_event(Note(line))
-    asked = recipe.train
+        job.note(line)
+    warmup = recipe.train.warmup
     recipe = settled(recipe, task, corpus.labels, loaded, batches[0], precision.name)
-    for line in machine.changes(asked, recipe.train):
-        on_event(Note(line))
+    if warmup not in (None, recipe.train.warmup):
+        job.note(f"warm-up of {recipe.train.warmup} steps: {warmup} would be the whole run")
     if world.first:
         write_text(folder / RECIPE, recipe.to_toml())
         write_text(folder / FINGERPRINT, corpus.fingerprint)
-    run = assemble(recipe, task, corpus, loaded, batches, precision, folder, on_event, world)
-    keep_reference(run, on_event)
+    run = assemble(job, recipe, task, corpus, loaded, batches, precision)
+    keep_reference(run, job)
     return run
 
 
@@ -102,15 +116,13 @@ def facts(corpus: Corpus) -> dict[str, str]:
 
 
 def assemble(
+    job: Job,
     recipe: Recipe,
     task: Task,
     corpus: Corpus,
     loaded: Model,
     batches: tuple[Batches, Batches],
     precision: machine.Precision,
-    folder: Path,
-    on_event: OnEvent,
-    world: World = ALONE,
     unread: Unread | None = None,
     began: Mapping[str, Any] = MappingProxyType({}),
 ) -> TrainingRun:
@@ -119,7 +131,7 @@ def assemble(
     `unread`: the weights of a model that has none yet, of which each process reads its part. `began`: the
     choices of a run that goes on, see `State`.
     """
-    plan, device = recipe.train, precision.device
+    plan, device, world = recipe.train, precision.device, job.world
     task = task.settled(plan, loaded, corpus)
     module, joined = task.module(loaded), loaded.towers is not None
     refuse(
@@ -128,7 +140,7 @@ def assemble(
         ConfigError,
     )
     began = began if began.get("device") == device.type else {}  # on another one, all is chosen anew
-    threads = _set_threads(plan, began, world, on_event)
+    threads = _set_threads(plan, began, job)
     if plan.loss_chunk is None and isinstance(loaded.model.head, LanguageHead):
         usual_chunk = default_chunk(loaded.config.vocab_size, device)  # on a GPU by its memory
         plan = replace(plan, loss_chunk=began.get("loss_chunk", usual_chunk))
@@ -139,17 +151,13 @@ def assemble(
         "set train.precision to bfloat16 or float32",
         ConfigError,
     )
-    on_event(Note(precision.sentence))
+    job.note(precision.sentence)
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
-        adapted = weights.add_lora(
-            loaded.model,
-            plan.lora,
-            plan.lora_alpha,
-            plan.lora_targets,
-            also=() if isinstance(loaded.model.head, LanguageHead) else ("head.*",),
-        )
-        on_event(Note(weights.adapted_note(adapted, plan.lora)))
+        also = () if isinstance(loaded.model.head, LanguageHead) else ("head.*",)
+        update = plan.lora, plan.lora_alpha, plan.lora_targets
+        adapted = weights.add_lora(loaded.model, *update, also=also)
+        job.note(weights.adapted_note(adapted, plan.lora))
     optim.freeze(module, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     has_room = functools.partial(machine.fits, recipe, loaded.config, precision)
@@ -163,15 +171,12 @@ def assemble(
     if whole and not joined:
         join_projections(loaded.model)
     if precision.float8:
-        on_event(Note(machine.suit_float8(loaded.model, world.mesh is not None)))
+        job.note(machine.suit_float8(loaded.model, world.mesh is not None))
     if plan.checkpointing:
         recompute(loaded.model)
-    flops = (
-        cost(loaded.config, length=loaded.max_length).flops
-        if task.tokens is not None and not joined
-        else None
-    )
-    per_token = flops.training_per_token if flops is not None else 0.0
+    per_token = 0.0
+    if task.tokens is not None and not joined:
+        per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token
     least = None
     if precision.peak is not None:
         least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
@@ -182,7 +187,7 @@ def assemble(
         from clearhead.learn.parallel.split import split  # takes seconds to import
 
         if world.size > 1:
-            on_event(Note(f"{world.size} processes: {world.plan}"))
+            job.note(f"{world.size} processes: {world.plan}")
         if machine.narrow(device) and whole and not wanted:
             suit_narrow(loaded.model)
         partial = split(loaded.model, world, wanted, plan.offload)
@@ -190,7 +195,7 @@ def assemble(
             materialise(loaded.model, torch.device("cpu") if plan.offload else device, unread)
     optimizer = optim.make_optimizer(task.module(loaded), replace(plan, freeze=()), device)  # frozen before
     run = TrainingRun(
-        folder=folder,
+        folder=job.folder,
         task=task,
         plan=plan,
         steps=plan.steps,
@@ -209,11 +214,11 @@ def assemble(
         empty=empty,
         partial=partial,
     )
-    compiled = world.mesh is None and wanted and _compile(run, on_event)
+    compiled = world.mesh is None and wanted and _compile(run, job)
     refuse(
         bool(began.get("compiled")) and wanted and not compiled and world.mesh is None,
-        f"{folder} was begun compiled, and a run goes on as it began: mend what is said above, or set "
-        "train.compile=false, which changes the last digits of all numbers",
+        f"{job.folder} was begun compiled, and a run goes on as it began: mend what is reported above, or "
+        "set train.compile=false, which changes the last digits of all numbers",
         ConfigError,
     )
     if world.mesh is None and not compiled and not joined and machine.narrow(device):
@@ -232,23 +237,23 @@ def assemble(
     return run
 
 
-def _set_threads(plan: TrainPlan, began: Mapping[str, Any], world: World, on_event: OnEvent) -> int | None:
+def _set_threads(plan: TrainPlan, began: Mapping[str, Any], job: Job) -> int | None:
     """Set how many threads a CPU computes with, which decides the order of sums; None: not a run's choice.
 
     A run goes on with as many as it began with, so that its bits are the same.
     """
-    alone = world.size == 1
+    alone = job.world.size == 1
     wanted = plan.threads or (began.get("threads") if alone else None)
     if wanted is not None and wanted != torch.get_num_threads():
         if plan.threads is None:
-            on_event(Note(f"{wanted} threads, as the run began with; train.threads changes that"))
+            job.note(f"{wanted} threads, as the run began with; train.threads changes that")
         torch.set_num_threads(wanted)
     return torch.get_num_threads() if alone else None
 
 
-def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
+def _compile(run: TrainingRun, job: Job) -> bool:
     """Compile the model and try one batch; on failure, report it and continue uncompiled."""
-    on_event(Note("compiling the model, which takes a moment"))
+    job.note("compiling the model, which takes a moment")
     suit_compiled(run.model)
     run.compiled = like(run.model.train(), type(run.model))
     run.compiled.compile()
@@ -259,7 +264,7 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
     except Exception as error:
         run.compiled = None
         why = f"not compiled, and slower for it: {type(error).__name__}: {error}"
-        on_event(Note(why.splitlines()[0]))
+        job.note(why.splitlines()[0])
         return False
     finally:
         run.model.zero_grad(set_to_none=True)
@@ -270,7 +275,7 @@ def _compile(run: TrainingRun, on_event: OnEvent) -> bool:
 
 
 def find_tokenizer(
-    recipe: Recipe, task: Task, corpus: Corpus, base: Model | None, on_event: OnEvent
+    recipe: Recipe, task: Task, corpus: Corpus, base: Model | None, job: Job
 ) -> tuple[Tokenizer | None, dict[str, int]]:
     """Return tokenizer and special ids: of a directory, of the base model, or trained on this data."""
     if task.tokens is None:
@@ -287,17 +292,17 @@ def find_tokenizer(
     chosen, sentence = choose(plan, task.tokens, corpus.size)
     assert chosen.kind is not None
     elsewhere = plan.kind is None and task.usual is DECODER and chosen.kind not in SPELLS_ALL
-    on_event(Note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else "")))
-    texts: Iterable[str] = Texts(corpus.train)
+    job.note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else ""))
+    texts = Texts(corpus.train)
     specials = task.tokens
     if task.chats:  # the model reads what the template writes, and a turn ends with one token
         template = template_for(plan.template, specials)
         specials = replace(specials, sentinels=template.markers)
-        texts = RenderedChats(corpus.train, template, specials.all(chosen.kind))
+        texts = Texts(corpus.train, template, specials.all(chosen.kind))
     tokenizer = train_tokenizer(texts, plan, specials, corpus.size, clamp=True)
     reached = tokenizer.get_vocab_size()
     if plan.vocab_size is not None and reached < plan.vocab_size:
-        on_event(Note(f"{reached:,} tokens: tokens.vocab_size {plan.vocab_size:,} is more than the text has"))
+        job.note(f"{reached:,} tokens: tokens.vocab_size {plan.vocab_size:,} is more than the text has")
     named = {role: tokenizer.token_to_id(token) for role, token in task.tokens.roles(chosen.kind).items()}
     special = {role: index for role, index in named.items() if index is not None}
     if task.usual is ENCODER_DECODER:
@@ -306,48 +311,30 @@ def find_tokenizer(
 
 
 def encode_batches(
-    recipe: Recipe,
-    task: Task,
-    corpus: Corpus,
-    loaded: Model,
-    folder: Path,
-    on_event: OnEvent,
-    world: World = ALONE,
+    recipe: Recipe, task: Task, corpus: Corpus, loaded: Model, job: Job
 ) -> tuple[Batches, Batches]:
-    """Encode the examples, cache them beside the run, and return the batches to train and to validate on."""
-    length = min(recipe.data.max_length or loaded.max_length, loaded.max_length)
-    cache = Path(recipe.data.cache) if recipe.data.cache is not None else folder / CACHE
-    made = []
+    """Encode and cache the examples; return the batches to train and to validate on."""
+    cache = Path(recipe.data.cache) if recipe.data.cache is not None else job.folder / CACHE
+    sides = []
     for side in SIDES:
         direct = task.direct_batches(loaded, corpus, side, recipe.data, recipe.train.seed)
         if direct is not None:
-            made.append(direct)
+            sides.append(direct)
             continue
-        with world.led():
-            ids = task.encode_corpus(
-                corpus, side, loaded.tokenizer, loaded.labels, cache,
-                special=loaded.special, template=chat_template(loaded) if task.chats else None,
-            )  # fmt: skip
-        rows, special = begun(ids, loaded)
-        batches = task.make_batches(
-            rows,
-            recipe.data,
-            special=special,
-            length=length,
-            seed=recipe.train.seed,
-            training=side == "train",
-            cut_left=truncation_side(loaded.settings) == "left",
-        )
+        with job.world.led():
+            rows = encoded_for(loaded, task, corpus, side, loaded.labels, cache)
+        seed, training = recipe.train.seed, side == "train"
+        batches = batches_for(loaded, task, rows, recipe.data, loaded.max_length, seed, training)
         for line in batches.notes:
-            on_event(Note(f"{side}: {line}"))
-        made.append(batches)
+            job.note(f"{side}: {line}")
+        sides.append(batches)
         if isinstance(corpus.train, Images) and side == "train":
             mean, deviation = (rows.arrays[name].tolist() for name in ("mean", "std"))
             loaded.images = build.processor(mean, deviation, loaded.config, corpus.train.cropped)
-    train, validation = made
+    train, validation = sides
     if train.waste:
         count = "1 batch" if train.per_epoch == 1 else f"{train.per_epoch:,} batches"
-        on_event(Note(f"{count} in an epoch; {train.waste:.1%} of their tokens are padding"))
+        job.note(f"{count} in an epoch; {train.waste:.1%} of their tokens are padding")
     return train, validation
 
 
@@ -408,16 +395,16 @@ def remarks(recipe: Recipe, task: Task, loaded: Model, base: Model | None) -> It
     """Yield a sentence for random weights and each setting that the data, the model or its base overrides."""
     if base is None and task.usual is ENCODER and task.head != "mlm":
         yield "training starts from random weights: set model.base=DIR to start from a trained model"
-    longest, asked = loaded.max_length, recipe.data.max_length
-    if asked is not None and asked > longest and task.tokens is not None:
+    longest, wanted = loaded.max_length, recipe.data.max_length
+    if wanted is not None and wanted > longest and task.tokens is not None:
         yield (
             f"rows have {longest} tokens at most: the model takes no more, "
-            f"and data.max_length is {asked}; set model.max_positions"
+            f"and data.max_length is {wanted}; set model.max_positions"
         )
     for name in ("vocab_size", "head", "n_classes"):
-        value, made = recipe.model.get(name), getattr(loaded.config, name)
-        if value not in (None, made):
-            yield f"model.{name} is {made}, by the data, not {value}"
+        value, decided = recipe.model.get(name), getattr(loaded.config, name)
+        if value not in (None, decided):
+            yield f"model.{name} is {decided}, by the data, not {value}"
     if base is not None and recipe.tokens.kind is not None and recipe.tokens.model is None:
         yield f"tokens are those of {base.folder}: tokens.kind {recipe.tokens.kind} has no effect"
 
@@ -425,8 +412,8 @@ def remarks(recipe: Recipe, task: Task, loaded: Model, base: Model | None) -> It
 # The reference of preference tuning -------------------------------------------------------------------------
 
 
-def keep_reference(run: TrainingRun, on_event: OnEvent) -> None:
-    """Compute the reference of a new run of pairs, write it beside the run, and check it."""
+def keep_reference(run: TrainingRun, job: Job) -> None:
+    """Compute the reference of a new run of pairs, write it to its folder, and check it."""
     for side, batches in _sides(run).items():
         plan = run.world.plan
         refuse(
@@ -440,7 +427,7 @@ def keep_reference(run: TrainingRun, on_event: OnEvent) -> None:
         if run.world.first:
             np.save(run.folder / CACHE / f"reference-{side}.npy", batches.reference, allow_pickle=False)
         if side == "train":
-            on_event(Note(f"reference: the model itself before its first step; off by {_check(run):.1e}"))
+            job.note(f"reference: the model itself before its first step; off by {_check(run):.1e}")
 
 
 def read_reference(run: TrainingRun) -> None:
@@ -448,17 +435,17 @@ def read_reference(run: TrainingRun) -> None:
     for side, batches in _sides(run).items():
         path = run.folder / CACHE / f"reference-{side}.npy"
         try:
-            found = np.load(path, allow_pickle=False)
+            reference = np.load(path, allow_pickle=False)
         except (OSError, ValueError):
             raise CheckpointError(
                 f"{path} is missing or damaged, and the model it was computed with is gone: begin a new run"
             ) from None
         refuse(
-            found.shape != batches.reference.shape,
+            reference.shape != batches.reference.shape,
             f"{path} holds other pairs than the data: begin a new run",
             CheckpointError,
         )
-        batches.reference[:] = found
+        batches.reference[:] = reference
 
 
 @torch.no_grad()
@@ -486,4 +473,4 @@ def _check(run: TrainingRun) -> float:
 
 def _sides(run: TrainingRun) -> dict[str, PreferenceBatches]:
     both = {"validation": run.validation, "train": run.train}
-    return {side: one for side, one in both.items() if isinstance(one, PreferenceBatches)}
+    return {side: batches for side, batches in both.items() if isinstance(batches, PreferenceBatches)}

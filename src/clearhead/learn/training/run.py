@@ -1,8 +1,10 @@
-"""`train`: from data to a model directory, step by step."""
+"""`train`: from data to a model directory, step by step; `rehearse`: the same up to the first step."""
 
 import dataclasses
 import glob
+import math
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -10,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from clearhead.core.config.typed import plain
-from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
+from clearhead.errors import CheckpointError, ConfigError, TrainingError, plain, refuse
 from clearhead.hub.files import MODEL, whole_folder, write_text
 from clearhead.hub.weights import Outgoing, open_tensors, write_tensors
 from clearhead.learn.data import corpora, files
@@ -21,19 +22,33 @@ from clearhead.learn.data.files import RECIPE
 from clearhead.learn.data.given import Given, given_or_paths
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation.evaluate import validate, written_scores
-from clearhead.learn.parallel import shards
+from clearhead.learn.parallel import ParallelPlan, shards
 from clearhead.learn.parallel.pipeline import staged
-from clearhead.learn.parallel.plan import ParallelPlan
 from clearhead.learn.parallel.shards import materialise
-from clearhead.learn.parallel.world import ALONE, World, joined
+from clearhead.learn.parallel.world import joined
 from clearhead.learn.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.learn.tasks import table
-from clearhead.learn.training import faults, loop, machine, optim, prepare, weights
-from clearhead.learn.training.departure import command_to_try, leave_adapter, leave_card
+from clearhead.learn.training import faults, loop, machine, optim, weights
 from clearhead.learn.training.events import Finished, Note, OnEvent, Reason, Started, Validated, logged
-from clearhead.learn.training.folder import mark, new_folder, ours, resumed_folder
+from clearhead.learn.training.folder import (
+    command_to_try,
+    leave_adapter,
+    leave_card,
+    mark,
+    new_folder,
+    ours,
+    resumed_folder,
+)
 from clearhead.learn.training.loop import TrainingRun
-from clearhead.learn.training.prepare import FINGERPRINT, assemble, encode_batches, read_reference
+from clearhead.learn.training.prepare import (
+    FINGERPRINT,
+    Job,
+    assemble,
+    encode_batches,
+    is_based,
+    prepare,
+    read_reference,
+)
 from clearhead.learn.training.state import (
     BEST,
     CHECKPOINTS,
@@ -47,6 +62,7 @@ from clearhead.learn.training.state import (
 from clearhead.run.api import Model, load, open_empty
 from clearhead.run.bundle import SHARD_SIZE, best_device
 from clearhead.run.kernels.transpose import lay_out_rows
+from clearhead.variants.costs import LEARNING
 
 # What may change in a run that goes on: how long it is, and what is validated, kept and shown on the way.
 CHANGEABLE = tuple(
@@ -108,12 +124,13 @@ def train(
     with joined() as world:
         tell: OnEvent = on_event if world.first else lambda event: None
         if resume is None:
-            plan, folder, given = planned(data, recipe, out, settings)
+            plan, folder, rows = planned(data, recipe, out, settings)
         else:
             folder = Path(resume)
+        job = Job(folder, tell, world, stop)
         if resume is not None or world.once(lambda: ours(folder)):
             with world.holding(resumed_folder(folder, tell), folder):
-                return _resume(world, folder, tell, stop, settings if resume is not None else ())
+                return _resume(job, settings if resume is not None else ())
         needed = (*plan.data.paths, *plan.data.validation, plan.tokens.model, plan.model.get(BASE))
         paths = [Path(path) for path in needed if path is not None]
         with world.holding(new_folder(folder, overwrite, paths, tell), lambda: None) as keep:
@@ -124,8 +141,7 @@ def train(
                     for key, value in plain(getattr(plan, name)).items()
                 }
             )
-            plan = world.once(lambda: with_rows(plan, given, folder, tell))
-            return _start(world, plan, folder, tell, stop, keep)
+            return _start(world.once(lambda: with_rows(plan, rows, job)), replace(job, keep=keep))
 
 
 def planned(
@@ -136,111 +152,95 @@ def planned(
     See `train` for the arguments.
     """
     plan = read_recipe(recipe, settings)
-    table.shape_of(plan.data.task)  # refuses a task that does not exist
-    given = given_or_paths(data)
-    if not isinstance(given, Given) and given:
-        plan = plan.replace("data", paths=given)
+    table.row_of(plan.data.task)  # refuses a task that does not exist
+    source = given_or_paths(data)
+    if not isinstance(source, Given) and source:
+        plan = plan.replace("data", paths=source)
     folder = Path(out) if out is not None else Path("runs") / run_name(plan.data)
-    return with_absolute_paths(plan), folder, given if isinstance(given, Given) else None
+    return with_absolute_paths(plan), folder, source if isinstance(source, Given) else None
 
 
-def with_rows(plan: Recipe, given: Given | None, folder: Path, on_event: OnEvent) -> Recipe:
+def with_rows(plan: Recipe, rows: Given | None, job: Job) -> Recipe:
     """Write rows in memory, if any, into the folder, and return the recipe that reads them there."""
-    if given is None:
+    if rows is None:
         return plan
-    for line in given.notes:
-        on_event(Note(line))
+    for line in rows.notes:
+        job.note(line)
     if plan.data.format or plan.data.pattern:
-        on_event(Note("data.format and data.pattern are for files: rows in memory need none"))
-    return plan.replace("data", format=None, pattern=None, **given.write(folder))
+        job.note("data.format and data.pattern are for files: rows in memory need none")
+    return plan.replace("data", format=None, pattern=None, **rows.write(job.folder))
 
 
-def _start(
-    world: World,
-    recipe: Recipe,
-    folder: Path,
-    on_event: OnEvent,
-    stop: Callable[[], bool],
-    keep: Callable[[], None] = lambda: None,
-) -> Trained:
-    """Run the first stage, if there are two, then the run itself; call `keep` at the first checkpoint."""
-    if world.first:
-        write_text(folder / files.RECIPE, recipe.to_toml())
-        mark(folder)
+def _start(recipe: Recipe, job: Job) -> Trained:
+    """Run the first stage, if there are two, then the run itself."""
+    if job.world.first:
+        write_text(job.folder / files.RECIPE, recipe.to_toml())
+        mark(job.folder)
     if recipe.train.pretrain:
-        first = _pretrain(world, recipe, folder / PRETRAIN, on_event, stop, keep)
+        first = _pretrain(recipe, replace(job, folder=job.folder / PRETRAIN))
         if first.reason == "stopped":
-            return replace(first, folder=folder)
+            return replace(first, folder=job.folder)
         recipe = recipe.replace("model", base=str(first.folder.absolute()))
         recipe = recipe.replace("tokens", kind=None).replace("train", pretrain=0)
-    run = prepare.prepare(recipe, folder, on_event, world)
+    run = prepare(recipe, job)
     baseline = None
-    if prepare.is_based(recipe):
+    if is_based(recipe):
         with run.world.waiting("the validation of the base"):
             baseline = loop.validate_run(run)
     with run.world.waiting("the first checkpoint"):
         loop.save(run)
         run.saver.finish(wait=True)
-    keep()
-    return _finish(run, on_event, stop, baseline)
+    job.keep()
+    return _finish(run, job, baseline)
 
 
-def _pretrain(
-    world: World,
-    recipe: Recipe,
-    folder: Path,
-    on_event: OnEvent,
-    stop: Callable[[], bool],
-    keep: Callable[[], None],
-) -> Trained:
+def _pretrain(recipe: Recipe, job: Job) -> Trained:
     """Start or resume the first stage in its own folder: masked language modelling on the same texts."""
-    if world.once(lambda: newest(folder) is not None):
-        return _resume(world, folder, on_event, stop)
+    if job.world.once(lambda: newest(job.folder) is not None):
+        return _resume(job)
     _, name = table.open_examples(recipe.data)
     fits = " and ".join(sorted(name for name, task in table.TASKS.items() if task.pretrain))
     refuse(not table.TASKS[name].pretrain, f"train.pretrain is for {fits}, and this is {name}: set it to 0")
     table.TASKS[name].check_metric(recipe.train.metric)
     steps = recipe.train.pretrain
-    on_event(Note(f"first stage: {steps:,} steps of masked language modelling"))
+    job.note(f"first stage: {steps:,} steps of masked language modelling")
     later = {
         **{"pretrain": 0, "metric": None, "patience": None, "average": 0},  # are of the second stage
         **{"lora": 0, "freeze": (), "layer_decay": 1.0},  # keep trained weights, and there are none yet
         "class_weights": None,
     }
     recipe = recipe.replace("train", steps=steps, epochs=None, **later)
-    return _start(world, recipe.replace("data", task="mlm", texts_only=True), folder, on_event, stop, keep)
+    return _start(recipe.replace("data", task="mlm", texts_only=True), job)
 
 
-def _resume(
-    world: World, folder: Path, on_event: OnEvent, stop: Callable[[], bool], settings: Settings = ()
-) -> Trained:
-    checkpoint = world.once(lambda: newest(folder))
-    recipe = world.once(lambda: changed_recipe(folder, settings))
+def _resume(job: Job, settings: Settings = ()) -> Trained:
+    checkpoint = job.world.once(lambda: newest(job.folder))
+    recipe = job.world.once(lambda: changed_recipe(job.folder, settings))
     if checkpoint is None:  # it ended in its first stage
-        return _start(world, recipe, folder, on_event, stop)
-    if world.first:
-        mark(folder)
-        for unfinished in (folder / CHECKPOINTS).glob(".step-*"):
+        return _start(recipe, job)
+    if job.world.first:
+        mark(job.folder)
+        for unfinished in (job.folder / CHECKPOINTS).glob(".step-*"):
             shutil.rmtree(unfinished, ignore_errors=True)
-    return _finish(restore(recipe, folder, checkpoint, on_event, world), on_event, stop)
+    return _finish(restore(recipe, checkpoint, job), job)
 
 
-def _finish(
-    run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool], baseline: Validated | None = None
-) -> Trained:
+def _finish(run: TrainingRun, job: Job, baseline: Validated | None = None) -> Trained:
     """Train to the end, choose the weights, and write them to the folder itself.
 
     `baseline` is the validation before the first step.
     """
-    state, first, whole = run.state, run.world.first, run.empty or run.model
-    log = logged(run.folder, state.step, on_event, run.plan.tensorboard) if first else nullcontext(on_event)
+    state, first = run.state, run.world.first
+    parameters, trainable = parameter_counts(run.empty or run.model)
+    tell, board = job.on_event, run.plan.tensorboard
+    log = logged(run.folder, state.step, tell, board) if first else nullcontext(tell)
     with log as tell:
         tell(
             Started(
                 folder=run.folder,
                 task=run.task.name,
-                parameters=sum(one.numel() for one in whole.parameters()),
-                trainable=sum(one.numel() for one in whole.parameters() if one.requires_grad),
+                parameters=parameters,
+                trainable=trainable,
                 steps=run.steps,
                 step=state.step,
                 device=str(run.precision.device),
@@ -249,7 +249,7 @@ def _finish(
         if baseline is not None:
             tell(baseline)
         with faults.naming_memory(state, run.world), run.saver.completing():
-            reason = loop.learn(run, tell, stop)
+            reason = loop.learn(run, tell, job.stop)
             run.saver.finish(tell, wait=True)
         run.world.meet()  # the links are moved
         chosen, metrics = _chosen(run, reason)
@@ -277,37 +277,38 @@ def _chosen(run: TrainingRun, reason: Reason) -> tuple[Model, dict[str, float]]:
     Unless the run was stopped, it is written to the folder itself.
     """
     best = run.folder / BEST
-    found = (best if best.exists() else run.folder / LAST).resolve()
-    step = int(found.name.removeprefix("step-"))
+    checkpoint = (best if best.exists() else run.folder / LAST).resolve()
+    step = int(checkpoint.name.removeprefix("step-"))
     metrics = next((row for row in run.state.validations if row["step"] == step), {})
     if reason == "stopped":
-        return load(found), metrics
+        return load(checkpoint), metrics
     steps = loop.averaged_steps(run)  # none, where patience ended the run before the first of them
     if run.world.first:
-        _write_model(run.folder, found, [run.folder / CHECKPOINTS / f"step-{step}" for step in steps])
+        _write_model(run.folder, checkpoint, [run.folder / CHECKPOINTS / f"step-{step}" for step in steps])
     run.world.meet()
     chosen = load(run.folder)
     if run.world.first and len(steps) < 2:
-        leave_adapter(run, chosen, found)
+        leave_adapter(run, chosen, checkpoint)
     return chosen, metrics if len(steps) < 2 else {"step": run.state.step, **_judged(run, chosen)}
 
 
-def _write_model(folder: Path, found: Path, averaged: list[Path]) -> None:
+def _write_model(folder: Path, checkpoint: Path, averaged: list[Path]) -> None:
     """Write the model of a checkpoint to a folder, or its weights averaged over several, one at a time."""
     several = len(averaged) > 1
     with whole_folder(folder) as work:
-        for path in found.iterdir():
+        for path in checkpoint.iterdir():
             ours = path.name.startswith(TENSORS) or (several and path.match(f"{MODEL}*.safetensors*"))
             if not ours:
-                shutil.copyfile(path, work / path.name) if path.is_file() else shutil.copytree(
-                    path, work / path.name
-                )
+                copy: Any = shutil.copyfile if path.is_file() else shutil.copytree
+                copy(path, work / path.name)
         if several:
             opened = [open_tensors(path, MODEL) for path in averaged]
-            tensors = {name: Outgoing(one.shape, one.dtype, (name,)) for name, one in opened[0].items()}
+            tensors = {
+                name: Outgoing(tensor.shape, tensor.dtype, (name,)) for name, tensor in opened[0].items()
+            }
 
             def mean(name: str, owner: int) -> Tensor:
-                return weights.average({name: one[name].read()} for one in opened)[name]
+                return weights.average({name: stored[name].read()} for stored in opened)[name]
 
             write_tensors(work, MODEL, tensors, mean, SHARD_SIZE)
 
@@ -369,7 +370,7 @@ def changed_recipe(folder: Path, settings: Settings) -> Recipe:
     """Read the recipe of a run that goes on, with settings that a run may change on its way."""
     old, new = (read_recipe(folder / RECIPE, some) for some in ((), settings))
     for section in SECTIONS:
-        ours, theirs = (plain(getattr(one, section)) for one in (old, new))
+        ours, theirs = (plain(getattr(recipe, section)) for recipe in (old, new))
         for key in sorted(ours.keys() | theirs.keys()):
             refuse(
                 ours.get(key) != theirs.get(key) and f"{section}.{key}" not in CHANGEABLE,
@@ -384,10 +385,9 @@ def changed_recipe(folder: Path, settings: Settings) -> Recipe:
     return new
 
 
-def restore(
-    recipe: Recipe, folder: Path, checkpoint: Path, on_event: OnEvent, world: World = ALONE
-) -> TrainingRun:
+def restore(recipe: Recipe, checkpoint: Path, job: Job) -> TrainingRun:
     """Prepare a run again as it was at a checkpoint; write its recipe where that was changed."""
+    folder, world = job.folder, job.world
     precision = _same_precision(recipe, folder)
     corpus, name = table.open_examples(recipe.data)
     task = table.task_named(name)
@@ -411,28 +411,27 @@ def restore(
         lay_out_rows(loaded.model)
     else:
         loaded, unread = open_empty(checkpoint, torch.float32)
-    batches = encode_batches(recipe, task, corpus, loaded, folder, lambda event: None, world)  # told before
+    batches = encode_batches(recipe, task, corpus, loaded, Job(folder, world=world))  # reported before
     tensors, state = load_checkpoint(checkpoint)
-    made = (recipe, task, corpus, loaded, batches, precision, folder, on_event, world, unread)
-    run = assemble(*made, began=state.choices)
+    run = assemble(job, recipe, task, corpus, loaded, batches, precision, unread, state.choices)
     read_reference(run)
     now = machine.place(precision.device)
     before = {name: state.choices.get(name, value) for name, value in now.items()}
     if before != now:
-        ours, theirs = (f"{one['processor']} by PyTorch {one['torch']}" for one in (now, before))
-        on_event(Note(f"begun on {theirs}, the run goes on on {ours}: numbers differ in their last digits"))
+        ours, theirs = (f"{place['processor']} by PyTorch {place['torch']}" for place in (now, before))
+        job.note(f"begun on {theirs}, the run goes on on {ours}: numbers differ in their last digits")
     run.state = dataclasses.replace(state, choices=run.state.choices)
     _check_unchanged(run, tensors)
     named = dict(run.model.named_parameters())
     elsewhere = set() if run.empty is None else dict(run.empty.named_parameters()).keys() - named.keys()
-    tensors = {name: one for name, one in tensors.items() if elsewhere.isdisjoint(name.split("/"))}
+    tensors = {name: tensor for name, tensor in tensors.items() if elsewhere.isdisjoint(name.split("/"))}
     kept = _named(tensors, "weights/")
-    shards.put(named, {name: shards.part_like(one, named[name]) for name, one in kept.items()})
+    shards.put(named, {name: shards.part_like(tensor, named[name]) for name, tensor in kept.items()})
     restore_optimizer(run.optimizer, run.model, tensors)
     if run.ema is not None:
         run.ema.restore(_named(tensors, "ema/"))
-    on_event(Note(f"resuming from step {run.state.step}"))
-    _lengthen(run, read_recipe(folder / RECIPE).train.steps or run.steps, on_event)
+    job.note(f"resuming from step {run.state.step}")
+    _lengthen(run, read_recipe(folder / RECIPE).train.steps or run.steps, job)
     world.meet()  # all have read it
     if world.first:
         write_text(folder / RECIPE, recipe.to_toml())
@@ -450,7 +449,7 @@ def _same_precision(recipe: Recipe, folder: Path) -> machine.Precision:
         ) from None
 
 
-def _lengthen(run: TrainingRun, before: int, on_event: OnEvent) -> None:
+def _lengthen(run: TrainingRun, before: int, job: Job) -> None:
     """Say where a run of `before` steps, made longer, is not what it would have been from the beginning."""
     done, plan, width = run.state.step, run.plan, run.loaded.config.d_model
     refuse(run.steps < done, f"train.steps {run.steps} is less than the {done} steps that are done: set more")
@@ -460,23 +459,21 @@ def _lengthen(run: TrainingRun, before: int, on_event: OnEvent) -> None:
     )
     first = next((step for step, (old, new) in enumerate(zip(*rates), 1) if old != new), None)
     if first is not None:
-        on_event(
-            Note(
-                f"{run.steps:,} steps in place of {before:,}: the {plan.schedule} rate of steps {first:,} to "
-                f"{done:,} was that of {before:,}, so the end is not that of {run.steps:,} steps in one run"
-            )
+        job.note(
+            f"{run.steps:,} steps in place of {before:,}: the {plan.schedule} rate of steps {first:,} to "
+            f"{done:,} was that of {before:,}, so the end is not that of {run.steps:,} steps in one run"
         )
 
 
 def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
-    """Raise if the checkpoint does not fit the recipe, which lies beside it and may have been edited."""
+    """Raise if the checkpoint does not fit the recipe, which lies next to it and may have been edited."""
     saved, parameters = _named(tensors, "weights/"), run.model.named_parameters()
     moments = {name.rpartition("/")[2] for name in _named(tensors, "optimizer/")}
-    turned, factored = "momentum" in moments, not moments.isdisjoint(("row_var", "variance"))
+    orthogonal, factored = "momentum" in moments, not moments.isdisjoint(("row_var", "variance"))
     muon = any(group["orthogonal"] for group in run.optimizer.param_groups)
     fits = {
-        "lora": all(saved.get(name, one).shape == one.shape for name, one in parameters),
-        "optimizer": not moments or (turned, factored) == (muon, run.plan.optimizer == "adafactor"),
+        "lora": all(saved.get(name, parameter).shape == parameter.shape for name, parameter in parameters),
+        "optimizer": not moments or (orthogonal, factored) == (muon, run.plan.optimizer == "adafactor"),
         "metric": all(run.metric in row for row in run.state.validations),
     }
     for key, fitting in fits.items():
@@ -488,4 +485,89 @@ def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+# Rehearsal --------------------------------------------------------------------------------------------------
+
+
+FILES = 100_000  # bytes of what lies next to the weights of a checkpoint: tokenizer, settings, counters
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run would be."""
+
+    folder: Path  # to be written
+    recipe: Recipe  # with everything decided that was left open
+    sizes: dict[str, Any]  # by name: parameters, steps, tokens, bytes, device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return {"folder": str(self.folder), **self.sizes, "recipe": dataclasses.asdict(self.recipe)}
+
+
+def rehearse(
+    data: Any = (),
+    *,
+    recipe: str | Path | Recipe | None = None,
+    out: str | Path | None = None,
+    settings: Settings = (),
+    on_event: OnEvent = lambda event: None,
+) -> Rehearsal:
+    """Decide all that a run decides: data, tokenizer, model, batches, steps; see `train` for the arguments.
+
+    Of a run of two stages, the second is shown, from random weights.
+    """
+    settings = settings if isinstance(settings, Mapping) else list(settings)
+    plan, folder, rows = planned(data, recipe, out, settings)
+    if plan.train.pretrain:
+        on_event(Note(f"first stage: {plan.train.pretrain:,} steps of masked language modelling; not shown"))
+        plan = plan.replace("train", pretrain=0)
+    with tempfile.TemporaryDirectory() as work, joined() as world:
+        job = Job(Path(work), on_event, world)
+        run = prepare(with_rows(plan, rows, job), job)
+        decided = read_recipe(job.folder / RECIPE)
+        first, (count, n_trained) = run.train.at(0), parameter_counts(run.model)
+        learning = LEARNING[plan.train.optimizer] - 4  # bytes apart from the value
+        read = {"tokens of the first batch": first.n_tokens} if run.task.tokens is not None else {}
+        whole = folder.absolute()
+        there = next(place for place in (whole, *whole.parents) if place.is_dir())
+        sizes = {
+            "task": run.task.name,
+            "parameters": count,
+            "trained parameters": n_trained,
+            "bytes of weights, gradients and moments": 4 * count + learning * n_trained,
+            "bytes on disk, at most": on_disk(run, job.folder),
+            "bytes free there": shutil.disk_usage(there).free,
+            "steps": run.steps,
+            "batches in an epoch": run.train.per_epoch,
+            "batches to validate on": run.validation.per_epoch,
+            "rows of the first batch": len(first),
+            **read,
+            "device": str(run.precision.device),
+        }
+    return Rehearsal(folder, decided, sizes)
+
+
+def parameter_counts(model: nn.Module) -> tuple[int, int]:
+    """Return the number of weights, and of those that are trained."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def on_disk(run: TrainingRun, prepared: Path) -> int:
+    """Return the most bytes that the folder of a run holds at a time; `prepared` holds what is there already.
+
+    A new checkpoint is written before an old one is removed; the model at the end comes when that is done.
+    """
+    plan = run.plan
+    count, trained = parameter_counts(run.model)
+    weights, moments = 4 * count, (LEARNING[plan.optimizer] - 8) * trained
+    others = moments + (4 * trained if plan.ema else 0) + (4 * count if plan.ema or plan.lora else 0)
+    saves = 1 + math.ceil(run.steps / (plan.save_every or run.steps))  # with that of step 0
+    whole = min(plan.keep_last + (1 if plan.lora else 0), saves)
+    alone = min(plan.keep_best + plan.average, saves)
+    prepared_bytes = sum(path.stat().st_size for path in prepared.rglob("*") if path.is_file())
+    files = FILES * (whole + alone + 1)
+    return prepared_bytes + files + whole * (weights + others) + alone * weights + weights + others

@@ -83,13 +83,13 @@ class Snapshot:
 def snapshot(
     loaded: Model, usable: nn.Module, empty: Transformer, tensors: Mapping[str, Tensor], state: State
 ) -> Snapshot:
-    """Copy a model and the tensors beside it; where processes hold parts, each copies its own.
+    """Copy a model and the tensors that belong to it; where processes hold parts, each copies its own.
 
     `empty` has every parameter of the model, and may have no weights.
     """
     described = loaded.described()
     named = dict(usable.named_parameters()) | dict(tensors)  # whose names have a / and are others
-    parts = {name: part_of(one) for name, one in named.items()}
+    parts = {name: part_of(tensor) for name, tensor in named.items()}
     tensors_of = merged_tensors(empty, described) if loaded.towers is None else loaded.towers.outgoing()
     return Snapshot(loaded, described, tensors_of, parts, copy.deepcopy(state))
 
@@ -105,7 +105,9 @@ def save_checkpoint(folder: Path, taken: Snapshot, group: ProcessGroup | None = 
         error, work = None, target
         try:
             if exchange.rank == 0:
-                work = stack.enter_context(_target(target))
+                if target.exists():
+                    _remove(target)
+                work = stack.enter_context(whole_folder(target))
         except CheckpointError as failure:
             error = failure
         error, work = exchange.gathered((error, work))[0]
@@ -120,20 +122,11 @@ def save_checkpoint(folder: Path, taken: Snapshot, group: ProcessGroup | None = 
     return target
 
 
-@contextmanager
-def _target(target: Path) -> Iterator[Path]:
-    """Give a folder to fill that becomes the checkpoint."""
-    if target.exists():
-        _remove(target)
-    with whole_folder(target) as work:
-        yield work
-
-
 def _write(work: Path, taken: Snapshot, exchange: Exchange) -> None:
     """Write this process's files of the model and of what belongs to it; return when all are written."""
-    beside = {name: Outgoing(*form, (name,)) for name, form in exchange.forms.items() if "/" in name}
+    others = {name: Outgoing(*form, (name,)) for name, form in exchange.forms.items() if "/" in name}
     failed = None
-    for stem, tensors, most in ((MODEL, taken.tensors, SHARD_SIZE), (TENSORS, beside, math.inf)):
+    for stem, tensors, most in ((MODEL, taken.tensors, SHARD_SIZE), (TENSORS, others, math.inf)):
         try:
             write_tensors(work, stem, tensors, exchange.fetch, most, exchange.rank, exchange.processes)
         except Exception as error:  # the others wait for what this process has
@@ -143,7 +136,7 @@ def _write(work: Path, taken: Snapshot, exchange: Exchange) -> None:
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], State]:
-    """Return what `save_checkpoint` wrote beside the model; tensors are pages of files, read when used."""
+    """Return what `save_checkpoint` wrote next to the model; tensors are pages of files, read when used."""
     try:
         tensors = {name: entry.read() for name, entry in open_tensors(folder, TENSORS).items()}
         return tensors, State(**read_json(folder / COUNTERS))
@@ -153,8 +146,8 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Tensor], State]:
 
 def newest(folder: Path) -> Path | None:
     """Return the newest complete checkpoint of a run."""
-    found = [folder / CHECKPOINTS / f"step-{step}" for step in saved_steps(folder)]
-    return next((path for path in reversed(found) if (path / COUNTERS).is_file()), None)
+    checkpoints = [folder / CHECKPOINTS / f"step-{step}" for step in saved_steps(folder)]
+    return next((path for path in reversed(checkpoints) if (path / COUNTERS).is_file()), None)
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -227,7 +220,7 @@ def restore_optimizer(
         )
 
 
-# Written behind training ------------------------------------------------------------------------------------
+# Written during training ------------------------------------------------------------------------------------
 
 
 class Saver:

@@ -1,7 +1,7 @@
-"""Weights beside those in training: averages, and low-rank updates.
+"""Weights other than those in training: averages, and low-rank updates.
 
 A moving average along the run, and the mean of several checkpoints, often score better than the weights of
-the last step. Low-rank updates (LoRA) train two thin matrices beside a frozen one,
+the last step. Low-rank updates (LoRA) train two thin matrices next to a frozen one,
 y = W x + alpha / rank · B A x.
 """
 
@@ -94,15 +94,18 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     count = 0
     for count, state in enumerate(states, start=1):
         if count == 1:
-            sums = {name: torch.zeros(one.shape, dtype=torch.float64) for name, one in state.items()}
-        first, here = ({name: tuple(one.shape) for name, one in some.items()} for some in (sums, state))
+            sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in state.items()}
+        first, here = ({name: tuple(tensor.shape) for name, tensor in some.items()} for some in (sums, state))
         differing = sorted(name for name, _ in first.items() ^ here.items())
         if differing:
             shapes = f"has shapes {first.get(differing[0])} and {here.get(differing[0])}"
             what = shapes if differing[0] in first.keys() & here.keys() else "is not in all of them"
             raise CheckpointError(f"checkpoints differ: {differing[0]} {what}: average those of one run")
         values = {name: tensor.detach().cpu() for name, tensor in state.items()}
-        sums = {name: sums[name] + one if one.is_floating_point() else one for name, one in values.items()}
+        sums = {
+            name: sums[name] + tensor if tensor.is_floating_point() else tensor
+            for name, tensor in values.items()
+        }
     refuse(not count, "there is no checkpoint to average: give one at least", CheckpointError)
     return {
         name: (total / count).to(state[name].dtype) if state[name].is_floating_point() else total
@@ -164,8 +167,8 @@ def merged_tensors(model: Transformer, described: Description) -> dict[str, Outg
     with merged(model):
         tensors = outgoing(model, described)
 
-    def made(one: Outgoing) -> Outgoing:
-        owners = [name.rpartition(".") for name in one.sources]
+    def made(tensor: Outgoing) -> Outgoing:
+        owners = [name.rpartition(".") for name in tensor.sources]
         names = [
             (f"{owner}.base.weight", f"{owner}.a", f"{owner}.b")
             if owner in layers and kind == "weight"
@@ -175,13 +178,13 @@ def merged_tensors(model: Transformer, described: Description) -> dict[str, Outg
 
         def make(sources: list[Tensor]) -> Tensor:
             rest = iter(sources)
-            given = [[next(rest) for _ in some] for some in names]
+            groups = [[next(rest) for _ in some] for some in names]
             ours = [
                 layers[owner].merged(*some) if len(some) > 1 else some[0]
-                for (owner, _, _), some in zip(owners, given)
+                for (owner, _, _), some in zip(owners, groups)
             ]
-            return one.make(ours)
+            return tensor.make(ours)
 
-        return replace(one, sources=tuple(itertools.chain(*names)), make=make)
+        return replace(tensor, sources=tuple(itertools.chain(*names)), make=make)
 
-    return {name: made(one) for name, one in tensors.items()}
+    return {name: made(tensor) for name, tensor in tensors.items()}

@@ -18,22 +18,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, GrowingKeys
+from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.dtypes import precise, wide
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.learn.batches.padding import by_length
-from clearhead.run.generate.decode import (
-    LENGTH_ALONE,
-    RESERVE,
-    Ends,
-    Prompts,
-    check_request,
-    is_stretched,
-    prefill,
-)
+from clearhead.learn.batches.ragged import by_length
+from clearhead.run.generate.checks import check_request, is_stretched
+from clearhead.run.generate.decode import RESERVE, prefill
 from clearhead.run.generate.request import REMOVED, Request
 from clearhead.run.generate.sampling import Standing, adjust, adjust_by, check_best
+from clearhead.run.generate.sequence import LENGTH_ALONE, Ends, Prompts
 from clearhead.run.kernels.native import best_tokens
 
 # Beams carried on together. Prompts are taken in the order of their length, so that less is padding. On a CPU
@@ -54,7 +48,6 @@ class Search:
     """The best hypotheses that one group of a prompt's beams has found, as many as it has beams."""
 
     request: Request
-    longest: int  # the greatest length a hypothesis may have
     found: list[Hypothesis] = field(default_factory=list)  # best first
 
     def score(self, total: float, length: int) -> float:
@@ -63,7 +56,7 @@ class Search:
 
     def add(self, hypothesis: Hypothesis) -> None:
         """Keep a hypothesis if it is among the best."""
-        self.found = sorted([*self.found, hypothesis], key=lambda one: -one.score)[: self.request.group_size]
+        self.found = sorted([*self.found, hypothesis], key=lambda end: -end.score)[: self.request.group_size]
 
     def done(self, best: float, length: int) -> bool:
         """Return True where the search may end; its best open beam has the sum `best` over `length` tokens.
@@ -77,7 +70,8 @@ class Search:
         if best == REMOVED or len(self.found) < self.request.group_size:
             return best == REMOVED
         early = self.request.early_stopping
-        reach = self.longest if early == "never" and self.request.length_penalty > 0 else length
+        longest = self.request.max_new_tokens
+        reach = longest if early == "never" and self.request.length_penalty > 0 else length
         return early is True or self.score(best, reach) <= self.found[-1].score
 
 
@@ -131,9 +125,7 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
     logits = prefill(model, prompts.ids, cache, *prompts.sources)  # B V
     B, N, M, device = len(prompts.ids), request.num_beams, request.group_size, logits.device
     stops = torch.tensor(list(ends.stop_ids), dtype=torch.long, device=device)
-    searches = [
-        [Search(request, request.max_new_tokens) for _ in range(request.num_beam_groups)] for _ in prompts.ids
-    ]
+    searches = [[Search(request) for _ in range(request.num_beam_groups)] for _ in prompts.ids]
     running, stretched = list(range(B)), is_stretched(model, longest)
     # All beams of a group are alike at first, so that all but one must not count.
     totals = precise(torch.full((B, N), REMOVED, device=device))
@@ -180,8 +172,8 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
         texts = [[*prompts.ids[row], *ids] for row, beams in zip(running, written.tolist()) for ids in beams]
         stretched, cache = not stretched, Cache(cache.reserve)
         logits = prefill(model, texts, cache)
-    found = [[one for search in row for one in search.found] for row in searches]
-    return [sorted(row, key=lambda one: -one.score)[: request.num_return] for row in found]
+    ended = [[hypothesis for search in row for hypothesis in search.found] for row in searches]
+    return [sorted(row, key=lambda end: -end.score)[: request.num_return] for row in ended]
 
 
 def _scores(
@@ -211,7 +203,7 @@ def _scores(
     if request.looks_back:
         seen = [[*prompts.ids[row], *ids] for row, ids in zip(rows, written.flatten(0, 1).tolist())]
     if request.no_repeat_source_ngram:
-        texts = prompts.texts
+        texts = {row: prompts.text(row) for row in running}
         sources = [texts[row] for row in rows]
     values = adjust(logits.log_softmax(-1), request, seen, lengths, sources, standing)
     return (values.log_softmax(-1) if request.renormalize else values).view(B, N, -1)
@@ -268,7 +260,7 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
         return
     origins = rows[to]
     for keys in cache.layers.values():
-        if not isinstance(keys, GrowingKeys):
+        if type(keys) is not LayerKeys:
             keys.reorder(rows)
             continue
         for buffer in keys.read():

@@ -10,176 +10,44 @@ generation goes its own way from a forward pass over the whole text.
 Shapes: B rows still running, S source length, T prompt length, V vocabulary, D model.
 """
 
-import itertools
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import abc
+from collections.abc import Callable
 from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from clearhead.core.cache import Cache
-from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.learn.batches.padding import padded, real_tokens
-from clearhead.run.generate.exits import ExitStep
-from clearhead.run.generate.grammar import Grammars, GrammarState
-from clearhead.run.generate.request import REMOVED, SINKS, Request
-from clearhead.run.generate.sampling import (
-    Dice,
-    History,
-    Standing,
-    adjust_by,
-    best_of,
-    distribution,
-    draw,
+from clearhead.learn.batches.ragged import padded, real_tokens
+from clearhead.run.generate.checks import (
+    check_request,
+    is_stretched,
+    slides,
+    steps_back,
+    stream_room,
+    streams,
 )
-from clearhead.run.kernels.fixed_cache import FixedCache
-from clearhead.run.kernels.kernels import without_plans
+from clearhead.run.generate.exits import ExitStep
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.sampling import NOT_NUMBERS, adjust_by, best_of
+from clearhead.run.generate.sequence import LENGTH_ALONE, Ends, Prompts, Sampler, Sequence
+from clearhead.run.generate.steps import CompiledStep, OnHost, Running, Steps, warn_uncompiled
+from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache
 from clearhead.run.quant.cache import int8_cache
-from clearhead.variants.caches import StreamCache, WindowCache, check_stream
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """What a generation reads: of each row the ids it goes on from, and, with an encoder, a source."""
-
-    ids: Sequence[Sequence[int]]  # one token at least in each
-    source: Tensor | None = None  # B S: what the encoder reads
-    source_mask: Tensor | None = None  # B S: True for real tokens
-    seeds: Sequence[int] | None = None  # of each row; None: the request's
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row."""
-        return max(map(len, self.ids))
-
-    @property
-    def sources(self) -> tuple[Tensor | None, Tensor | None]:
-        """The source and its mask."""
-        return self.source, self.source_mask
-
-    @property
-    def texts(self) -> list[list[int]]:
-        """Of each row the ids of its source; without an encoder, of its prompt."""
-        if self.source is None:
-            return [list(row) for row in self.ids]
-        real = (
-            torch.ones_like(self.source, dtype=torch.bool) if self.source_mask is None else self.source_mask
-        )
-        return [row[kept].tolist() for row, kept in zip(self.source, real)]
-
-    def rows(self, numbers: list[int]) -> "Prompts":
-        """Return some rows alone; columns of the source that are padding in all of them are left out."""
-        ids = [self.ids[number] for number in numbers]
-        if self.source is None or self.source_mask is None:
-            return Prompts(ids, None if self.source is None else self.source[numbers])
-        columns = self.source_mask[numbers].any(0)
-        source, mask = self.source[numbers][:, columns], self.source_mask[numbers][:, columns]
-        return Prompts(ids, source, None if bool(mask.all()) else mask)
-
-
-def steps_back(model: Transformer) -> bool:
-    """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
-    return all(kind.chooses for kind in model.config.main.kinds)
-
-
-def turns_by_length(model: Transformer) -> bool:
-    """Return True where rotary angles depend on the length of the whole call, so on what is read together."""
-    scaling = model.config.rope_scaling
-    return scaling is not None and scaling.kind in ("dynamic", "longrope")
-
-
-def slides(model: Transformer, request: Request, prompts: Prompts) -> bool:
-    """Return True where a text may pass the model's positions, and its last tokens are to be read alone."""
-    longest = prompts.longest + request.max_new_tokens - 1
-    return request.overflow == "slide" and prompts.source is None and longest > model.config.max_positions
-
-
-def stream_room(model: Transformer, request: Request) -> tuple[int, int]:
-    """Return how many tokens a text that streams keeps, and how many of them are sinks."""
-    sinks = SINKS if request.sinks is None else request.sinks
-    return request.stream_window or model.config.max_positions, sinks
-
-
-def streams(model: Transformer, request: Request, prompts: Prompts) -> bool:
-    """Return True where a text may pass what is kept of it, and its first and last tokens are kept alone."""
-    longest = prompts.longest + request.max_new_tokens - 1
-    return request.overflow == "stream" and longest > stream_room(model, request)[0]
-
-
-def is_stretched(model: Transformer, length: int) -> bool:
-    """Return True where longrope takes its long divisors, which turn even the first tokens otherwise."""
-    scaling = model.config.rope_scaling
-    if scaling is None or scaling.kind != "longrope":
-        return False
-    return length > (scaling.original_positions or model.config.max_positions)
-
+from clearhead.variants.caches import StreamCache, WindowCache
+from clearhead.variants.cuda_attention import without_cudnn
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
-
-
-@dataclass
-class Continuation:
-    """One row as it is generated."""
-
-    prompt: list[int]
-    ids: list[int] = field(default_factory=list)  # the new tokens
-    stop_reason: str = "length"  # eos, stop, length, time or cancelled
-    logprobs: list[float] = field(default_factory=list)  # of each new token, by the model's own distribution
-    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)  # the best tokens at each step
-    steps: int = 0  # runs of the model that tokens were chosen from; fewer than tokens with speculation
-    layers: list[int] = field(default_factory=list)  # of early exit: how many each new token came from
-
-
-# Called with the row's number and the row after each new token; a stop reason ends the row.
-OnToken = Callable[[int, Continuation], str | None]
-# Changes logits [B, V], after the request's own rules, by the new tokens of each row.
-Rule = Callable[[Tensor, Sequence[Sequence[int]]], Tensor]
+STEPS_PER_SYNC = 16  # greedy tokens made between two looks at them
 # One more token for every row: chosen [B] and the cache -> logits [B, V].
 Step = Callable[[Tensor, Cache], Tensor]
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What ends a row before its length does."""
-
-    stop_ids: frozenset[int] = frozenset()  # tokens that end a row; the token is not part of the result
-    on_token: OnToken | None = None
-    cancel: Callable[[], bool] | None = None  # asked after each token; True ends every row
-    deadline: float | None = None  # a `time.monotonic()` at which every row ends
-    grammars: Grammars | None = None  # of a request with a constraint, which says where a row may end
-    rule: Rule | None = None  # of a task, such as the order of timestamps
-
-    def reason(self) -> str | None:
-        """Return why every row must end now; None: it need not."""
-        if self.cancel is not None and self.cancel():
-            return "cancelled"
-        return "time" if self.deadline is not None and time.monotonic() >= self.deadline else None
-
-    def go_on(self, number: int, row: Continuation, token: int, steps: int, reason: str | None) -> bool:
-        """Add a token, chosen after `steps` runs of the model; return False when the row has ended."""
-        row.steps = steps
-        if token in self.stop_ids:
-            row.stop_reason = "eos"
-            del row.logprobs[len(row.ids) :], row.alternatives[len(row.ids) :], row.layers[len(row.ids) :]
-            return False
-        row.ids.append(token)
-        reason = (self.on_token(number, row) if self.on_token is not None else None) or reason
-        row.stop_reason = reason or row.stop_reason
-        return reason is None
-
-
-LENGTH_ALONE = Ends()
-
-
 @torch.inference_mode()
-@without_plans()
+@without_cudnn()  # which makes a plan for every new length: texts that grow have many
 def decode(
     model: Transformer,
     request: Request,
@@ -187,8 +55,8 @@ def decode(
     ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     step: Step | None = None,
-    read: Callable[[], Tensor] | None = None,
-) -> list[Continuation]:
+    steps: Steps | None = None,
+) -> list[Sequence]:
     """Continue each prompt by up to `request.max_new_tokens`.
 
     Args:
@@ -198,54 +66,88 @@ def decode(
         ends: what ends a row before that.
         cache: of a single prompt, one that holds the first of its tokens already.
         step: what runs the model on one token; None: the model itself.
-        read: what reads the prompts and returns the next logits [B, V]; None: the model, into `cache`.
+        steps: compiled or captured steps, of which one is taken where its size is there or can be made.
     """
     check_request(model, request, prompts, ends)
-    rows = [Continuation(list(prompt)) for prompt in prompts.ids]
-    running = list(range(len(rows)))
-    chooser = Chooser(model, request, prompts, ends, rows)
-    if cache is None:
-        cache = cache_for(model, prompts.longest + request.max_new_tokens, request.cache)
-        if streams(model, request, prompts):
-            cache = StreamCache(model.config, *stream_room(model, request))
-    if request.early_exit is not None:
-        step = ExitStep(model, request)
-    if read is not None:
-        logits = read()
+    sampler = Sampler(model, request, ends)
+    rows = running = sampler.begin(prompts)
+    compiled = None if steps is None else _compiled(steps, model, request, prompts, cache)
+    if compiled is not None:
+        logits = prefill_fixed(model, prompts, compiled.cache)
+        watched = ends.on_token is not None or ends.cancel is not None or ends.rule is not None
+        if sampler.plain_greedy and not (watched or request.reports):
+            _decode_ahead(compiled, best_of(adjust_by(logits, request), request), sampler, rows)
+            return rows
+        cache, step = Running(len(rows), compiled.ids.device), compiled
     else:
+        if cache is None and streams(model, request, prompts):
+            cache = StreamCache(model.config, *stream_room(model, request))
+        elif cache is None:
+            cache = cache_for(model, prompts.longest + request.max_new_tokens, request.cache)
+        if request.early_exit is not None:
+            step = ExitStep(model, request)
         logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
     stretched = is_stretched(model, prompts.longest)
     window = model.config.max_positions if slides(model, request, prompts) else None
     for count in range(1, request.max_new_tokens + 1):
-        chosen = chooser.choose(logits, running)
-        tokens = chosen.tolist()
-        if request.reports:
-            report(logits, chosen, [rows[i] for i in running], request.alternatives)
+        chosen = sampler.choose(logits, running)
         if isinstance(step, ExitStep):
-            for i, used in zip(running, step.used.tolist() if count > 1 else itertools.repeat(step.n_layers)):
-                rows[i].layers.append(used)
+            for row, used in zip(running, step.layers):
+                row.layers.append(used)
         reason = ends.reason()
-        kept = [
-            place for place, i in enumerate(running) if ends.go_on(i, rows[i], tokens[place], count, reason)
-        ]
+        tokens = zip(running, chosen.tolist())
+        kept = [place for place, (row, token) in enumerate(tokens) if row.add(token, count, reason)]
         if count == request.max_new_tokens or not kept:
             break
         if len(kept) < len(running):
             index = torch.tensor(kept, device=chosen.device)
             cache.reorder(index)
             running, chosen = [running[place] for place in kept], chosen[index]
-        length = max(len(rows[i].prompt) + len(rows[i].ids) for i in running)
+        length = max(len(row.tokens) for row in running)
         over = window is not None and length > window
         if over or stretched != is_stretched(model, length):
             stretched = is_stretched(model, length)
-            texts = [(rows[i].prompt + rows[i].ids)[-(window or length) :] for i in running]
+            texts = [row.tokens[-(window or length) :] for row in running]
             cache = cache_for(model, window or prompts.longest + request.max_new_tokens, request.cache)
-            logits = prefill(model, texts, cache, *prompts.rows(running).sources)
+            logits = prefill(model, texts, cache, *prompts.rows([row.number for row in running]).sources)
         elif step is not None:
             logits = step(chosen, cache)
         else:
             logits = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
     return rows
+
+
+def _compiled(
+    steps: Steps, model: Transformer, request: Request, prompts: Prompts, cache: Cache | None
+) -> CompiledStep | None:
+    """Return the step of this size, where there is one, or one can be made; warn if it was asked for."""
+    streaming = streams(model, request, prompts)
+    if request.compile and steps.unfit is not None:
+        warn_uncompiled(steps.unfit)
+    if request.compile and streaming:
+        warn_uncompiled("a text that streams turns its first keys anew for each token")
+    plain = cache is None and request.early_exit is None and request.cache is None
+    if not plain or streaming or slides(model, request, prompts):
+        return None
+    source = 0 if prompts.source is None else model.config.stacks[0].n_tokens(prompts.source.shape[1])
+    sizes = (len(prompts.ids), prompts.longest + request.max_new_tokens, source)
+    return steps.find(*sizes, compiles=bool(request.compile))
+
+
+def _decode_ahead(step: CompiledStep, first: Tensor, sampler: Sampler, rows: list[Sequence]) -> None:
+    """Carry on greedy rows from their first token [B]; the host reads tokens some steps later."""
+    most, ends = sampler.request.max_new_tokens, sampler.ends
+    running, launched, seen, unread = rows, 1, 0, [OnHost(first[:, None])]
+    step.ids[: len(rows), 0] = first
+    while unread and running:
+        if launched < most:
+            count = min(STEPS_PER_SYNC, most - launched)
+            unread.append(OnHost(step.run(count)[: len(rows)]))
+            launched += count
+        for tokens in zip(*unread.pop(0).tolist()):
+            refuse(any(tokens[row.number] == NOTHING for row in running), NOT_NUMBERS)
+            seen, reason = seen + 1, ends.reason()
+            running = [row for row in running if row.add(tokens[row.number], seen, reason)]
 
 
 def cache_for(model: Transformer, room: int, dtype: str | None = None) -> Cache:
@@ -259,7 +161,7 @@ def cache_for(model: Transformer, room: int, dtype: str | None = None) -> Cache:
 
 def prefill(
     model: Transformer,
-    prompts: Sequence[Sequence[int]],
+    prompts: abc.Sequence[abc.Sequence[int]],
     cache: Cache,
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
@@ -271,141 +173,13 @@ def prefill(
     unequal = any(len(prompt) < longest for prompt in prompts)
     mask = real_tokens(prompts, device, left=True) if unequal else None
     # Each token of a piece has sinks of its own.
-    chunk = longest if turns_by_length(model) else PREFILL_CHUNK // max(1, cache.sinks)
+    chunk = longest if model.config.rotates_by_length else PREFILL_CHUNK // max(1, cache.sinks)
     for start in range(0, longest, chunk):
         piece = slice(start, start + chunk)
         part, given = None if mask is None else mask[:, piece], (source, source_mask) if start == 0 else ()
         wanted = "last" if piece.stop >= longest else "none"
         out = model(ids[:, piece], part, *given, cache=cache, logits=wanted)
     return cast(Tensor, out.logits[:, -1])
-
-
-def agreed(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens at the beginning of both are the same."""
-    return next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
-
-
-class Chooser:
-    """The next token of each row, drawn by the row's own seed."""
-
-    def __init__(
-        self,
-        model: Transformer,
-        request: Request,
-        prompts: Prompts,
-        ends: Ends,
-        rows: list[Continuation],
-    ) -> None:
-        self.request, self.stops, self.rows, self.rule = request, ends.stop_ids, rows, ends.rule
-        seeds = [request.seed] * len(rows) if prompts.seeds is None else prompts.seeds
-        self.dice = Dice(seeds) if request.temperature > 0 else None
-        size, device = model.config.vocab_size, next(model.parameters()).device
-        self.histories: list[History] = []
-        if request.looks_back:
-            texts = prompts.texts if request.no_repeat_source_ngram else [()] * len(rows)
-            self.histories = [
-                History(row.prompt, request, size, device, source=text) for row, text in zip(rows, texts)
-            ]
-        self.grammars: list[GrammarState] = []
-        if request.constraint is not None and ends.grammars is not None:
-            self.grammars = [ends.grammars.begin(request.constraint, ends.stop_ids) for _ in rows]
-
-    def adjusted(self, logits: Tensor, running: list[int]) -> Tensor:
-        """Return the logits of these rows, equally far, after penalties and bans: [B, V] -> [B, V]."""
-        histories = [self.histories[i] for i in running] if self.histories else []
-        for i, history in zip(running, histories):
-            history.follow(self.rows[i].ids)
-        if self.grammars:
-            allowed = torch.from_numpy(np.stack([self._allowed(i) for i in running])).to(logits.device)  # B V
-            logits = logits.masked_fill(~allowed, REMOVED)
-        written, lengths = len(self.rows[running[0]].ids), [len(self.rows[i].prompt) for i in running]
-        standing = Standing(written, self.request.max_new_tokens - written, lengths, self.stops)
-        logits = adjust_by(logits, self.request, histories, standing)
-        return logits if self.rule is None else self.rule(logits, [self.rows[i].ids for i in running])
-
-    def _allowed(self, number: int) -> NDArray[np.bool_]:
-        row = self.rows[number]
-        forced = self.request.forced_first is not None and len(row.prompt) == 1  # it is not in the grammar
-        return self.grammars[number].allowed(row.ids[forced:])
-
-    def roll(self, running: list[int]) -> Tensor:
-        """Return the next uniform number of each of these rows [B]; zeros where nothing is drawn."""
-        return self.dice.roll(running) if self.dice is not None else torch.zeros(len(running))
-
-    def choose(self, logits: Tensor, running: list[int]) -> Tensor:
-        """Choose the next token of these rows: [B, V] -> [B]."""
-        adjusted = self.adjusted(logits, running)
-        if self.dice is None:
-            return best_of(adjusted, self.request)
-        return draw(distribution(adjusted, self.request), self.roll(running)).to(logits.device)
-
-
-def report(logits: Tensor, chosen: Tensor, rows: list[Continuation], alternatives: int) -> None:
-    """Add log-probabilities under the model's own distribution, before any sampling rule."""
-    values = logits.float().log_softmax(-1)
-    of_chosen = values.gather(-1, chosen[:, None])[:, 0].tolist()
-    best = values.topk(alternatives, dim=-1) if alternatives else None
-    for place, row in enumerate(rows):
-        row.logprobs.append(of_chosen[place])
-        if best is not None:
-            row.alternatives.append(list(zip(best.indices[place].tolist(), best.values[place].tolist())))
-
-
-def check_request(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> None:
-    """Raise `InputError` where the model cannot do what is asked."""
-    check_options(model, request, ends)
-    config = model.config
-    refuse(
-        not prompts.ids or not all(map(len, prompts.ids)),
-        "a prompt is empty: give one token at least, such as the beginning-of-text token",
-    )
-    sliding = slides(model, request, prompts)
-    refuse(
-        sliding and (request.num_beams > 1 or prompts.longest > config.max_positions),
-        f"beams and prompts of more than {config.max_positions} tokens, the model's positions, do not slide: "
-        "leave beams out, shorten the prompt, or ask for fewer new tokens",
-    )
-    refuse(
-        sliding and request.early_exit is not None,
-        f"early_exit with a text that slides past the model's {config.max_positions} positions, and is read "
-        "anew for each token: leave early_exit out, or ask for fewer new tokens",
-    )
-    needed = prompts.longest + request.max_new_tokens - 1
-    refuse(
-        config.positions in TABLES and needed > config.max_positions and not sliding,
-        f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
-        f"positions and the model has {config.max_positions}: shorten one of them, or choose "
-        "overflow slide, which keeps the last tokens of the text as it grows, or window, those of the prompt",
-    )
-
-
-def check_options(model: Transformer, request: Request, ends: Ends) -> None:
-    """Raise `InputError` where the model cannot do what is asked, whatever the prompts are."""
-    config, size = model.config, model.config.vocab_size
-    refuse(
-        config.head != "lm",
-        f"this model's head is {config.head}: only a language model (head lm) generates",
-    )
-    if request.overflow == "stream":
-        check_stream(config, *stream_room(model, request))
-    named = {
-        "allowed": request.allowed or (),
-        "banned": request.banned,
-        "banned_first": request.banned_first,
-        "banned_sequences": [token for ids in request.banned_sequences for token in ids],
-        "forced_first": () if request.forced_first is None else (request.forced_first,),
-        "forced_last": request.forced_last,
-        "stop_ids": ends.stop_ids,
-    }
-    for name, tokens in named.items():
-        refuse(
-            any(not 0 <= token < size for token in tokens),
-            f"{name} names a token outside the vocabulary: ids go from 0 to {size - 1}",
-        )
-    refuse(
-        not 0 <= request.alternatives <= size,
-        f"alternatives {request.alternatives} must lie between 0 and vocab_size {size}",
-    )
 
 
 def greedy(
@@ -459,7 +233,7 @@ def length_buckets(lengths: list[int]) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def prefill_right(model: Transformer, prompts: Sequence[Sequence[int]], cache: Cache) -> Tensor:
+def prefill_right(model: Transformer, prompts: abc.Sequence[abc.Sequence[int]], cache: Cache) -> Tensor:
     """`prefill` with padding on the right, which no token before it sees: it takes no mask."""
     chunk = PREFILL_CHUNK
     ids = padded(prompts, device=next(model.parameters()).device)

@@ -6,12 +6,9 @@ size, and from there on a step of `steps` takes every row one token further.
 Shapes: B rows, V vocabulary.
 """
 
-from collections.abc import Sequence
-from functools import partial
+from collections import abc
 from types import NoneType
-from typing import cast
 
-import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -19,123 +16,39 @@ from clearhead.core.attention import Attention
 from clearhead.core.cache import Cache
 from clearhead.core.taps import SILENT, tap_for
 from clearhead.core.transformer import Transformer
-from clearhead.errors import refuse
 from clearhead.learn.parallel.shards import is_split
-from clearhead.run.generate.decode import (
-    LENGTH_ALONE,
-    Continuation,
-    Ends,
-    Prompts,
-    agreed,
-    check_request,
-    decode,
-    prefill_fixed,
-    slides,
-    steps_back,
-    streams,
-    turns_by_length,
-)
+from clearhead.run.generate.checks import steps_back
 from clearhead.run.generate.grammar import Grammars
-from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import NOT_NUMBERS, adjust_by, best_of
-from clearhead.run.generate.steps import Running, Steps, warn_uncompiled
-from clearhead.run.kernels.fixed_cache import NOTHING
-from clearhead.run.kernels.kernels import without_plans
+from clearhead.run.generate.sequence import Sequence
+from clearhead.run.generate.steps import Steps
+from clearhead.run.generate.stream import agreed
 from clearhead.run.kernels.library import library
 from clearhead.run.kernels.parts import JoinedLinear, PackedLinear, fingerprint, same
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.layers import quantized_parts
 
-STEPS_PER_SYNC = 16  # greedy tokens made between two looks at them
-
-
-@torch.inference_mode()
-@without_plans()
-def decode_compiled(
-    model: Transformer,
-    request: Request,
-    prompts: Prompts,
-    ends: Ends = LENGTH_ALONE,
-    cache: Cache | None = None,
-    *,
-    steps: Steps,
-) -> list[Continuation]:
-    """`decode` through one of `steps`, where there is one of this size or one can be made."""
-    check_request(model, request, prompts, ends)
-    step, source, most = None, prompts.source, request.max_new_tokens
-    if request.compile and steps.unfit is not None:
-        warn_uncompiled(steps.unfit)
-    if request.compile and streams(model, request, prompts):
-        warn_uncompiled("a text that streams turns its first keys anew for each token")
-    moving = slides(model, request, prompts) or streams(model, request, prompts)
-    if cache is None and not moving and request.early_exit is None and request.cache is None:
-        read = 0 if source is None else model.config.stacks[0].n_tokens(source.shape[1])
-        sizes = (len(prompts.ids), prompts.longest + most, read)
-        step = steps.find(*sizes, compiles=bool(request.compile))
-    if step is None:
-        return decode(model, request, prompts, ends, cache)
-    watched = ends.on_token is not None or ends.cancel is not None or request.reports
-    watched |= ends.rule is not None
-    if watched or request.temperature > 0 or request.looks_back or request.restricts:
-        reading = partial(prefill_fixed, model, prompts, step.cache)
-        return decode(
-            model, request, prompts, ends, Running(len(prompts.ids), step.ids.device), step, reading
-        )
-    # Greedy rows go on from their first token [B]; the host reads tokens some steps later.
-    first = best_of(adjust_by(prefill_fixed(model, prompts, step.cache), request), request)
-    rows = [Continuation(list(prompt)) for prompt in prompts.ids]
-    running, launched, seen, unread = list(range(len(rows))), 1, 0, [OnHost(first[:, None])]
-    step.ids[: len(rows), 0] = first
-    while unread and running:
-        if launched < most:
-            count = min(STEPS_PER_SYNC, most - launched)
-            unread.append(OnHost(step.run(count)[: len(rows)]))
-            launched += count
-        for tokens in zip(*unread.pop(0).tolist()):
-            refuse(any(tokens[i] == NOTHING for i in running), NOT_NUMBERS)
-            seen, reason = seen + 1, ends.reason()
-            running = [i for i in running if ends.go_on(i, rows[i], tokens[i], seen, reason)]
-    return rows
-
-
-class OnHost:
-    """A tensor on its way to the host, while the device goes on."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        self.copy.copy_(tensor, non_blocking=True)
-        self.arrived = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
-        if self.arrived is not None:
-            self.arrived.record()
-
-    def tolist(self) -> list[list[int]]:
-        """Wait for the copy, and return its numbers."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return cast(list[list[int]], self.copy.tolist())
-
 
 class Prefix:
     """The cache of a single row, and the tokens it has read; the next prompt begins where it differs."""
 
-    def __init__(self, model: Transformer, weights: Sequence[Tensor] = ()) -> None:
+    def __init__(self, model: Transformer, weights: abc.Sequence[Tensor] = ()) -> None:
         self.model, self.weights = model, weights  # `weights`: their fingerprints
         self.cache = Cache()
         self.tokens: list[int] = []
 
-    def begin(self, prompt: Sequence[int], room: int) -> Cache:
+    def begin(self, prompt: abc.Sequence[int], room: int) -> Cache:
         """Return a cache with what `prompt`, all but its last token, shares with the tokens read before."""
         # Where angles go by the length of a call, what was read with fewer tokens was turned otherwise.
-        shared = 0 if turns_by_length(self.model) else agreed(self.tokens, prompt[:-1])
+        shared = 0 if self.model.config.rotates_by_length else agreed(self.tokens, prompt[:-1])
         if shared < self.cache.length and not steps_back(self.model):
             shared = 0  # a state does not step back
         self.cache.crop(shared)
         self.cache.reserve = room
         return self.cache
 
-    def end(self, row: Continuation) -> None:
+    def end(self, row: Sequence) -> None:
         """Remember what the cache holds now."""
-        self.tokens = (row.prompt + row.ids)[: self.cache.length]
+        self.tokens = row.tokens[: self.cache.length]
 
 
 class Engine:

@@ -8,15 +8,18 @@ In a batch each row leaves by itself, as it would alone. Layers are skipped once
 Shapes: B rows, D model, V vocabulary.
 """
 
+import itertools
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
 from clearhead.core import masks
 from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, CrossKeys, LayerKeys
+from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.dtypes import wide
 from clearhead.core.positions import rotate
-from clearhead.core.stack import Block
+from clearhead.core.stack import Block, LayerInputs
 from clearhead.core.taps import SILENT, Tap, tap_for
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
@@ -36,6 +39,7 @@ class ExitStep:
     def __init__(self, model: Transformer, request: Request) -> None:
         check_exit(model, request)
         self.model, stack, self.n_layers = model, model.main, model.main.spec.n_layers
+        self.layers: Iterable[int] = itertools.repeat(self.n_layers)  # that each row's last token needed
         self.threshold, self.first = request.early_exit or 1.0, first_asked(model, request)
         blocks = nn.ModuleList(LeavingBlock(block, self) for block in stack.blocks)
         name = "encoder" if model.decoder is None else "decoder"
@@ -48,6 +52,7 @@ class ExitStep:
         self.used = torch.full_like(chosen, self.n_layers)  # B: layers of each token
         self.some_left = self.all_left = False
         logits: Tensor = self.leaving(chosen[:, None], cache=cache, logits="last").logits[:, -1]
+        self.layers = self.used.tolist()
         return logits
 
     def ask(self, x: Tensor) -> Tensor:
@@ -72,21 +77,12 @@ class LeavingBlock(nn.Module):
         assert isinstance(block, Block)
         self.block, self.step = block, step
 
-    def forward(
-        self,
-        x: Tensor,
-        view: masks.View,
-        memory: Tensor | None = None,
-        cross_view: masks.View | None = None,
-        keys: LayerKeys | None = None,
-        cross_keys: CrossKeys | None = None,
-        tap: Tap = SILENT,
-    ) -> Tensor:
+    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, 1, D] -> [B, 1, D]."""
-        if self.step.all_left and keys is not None:
-            remember(self.block, x, view, keys)
+        if self.step.all_left and reads.keys is not None:
+            remember(self.block, x, reads.view, reads.keys)
             return x
-        y = self.block(x, view, memory, cross_view, keys, cross_keys, tap)
+        y = self.block(x, reads, tap)
         return self.step.ask(torch.where(self.step.left[:, None, None], x, y) if self.step.some_left else y)
 
 

@@ -83,7 +83,7 @@ def grammar_of(constraint: Constraint) -> str:
 def _as_followed(schema: Any, root: Any) -> Any:
     """Return a schema that the library follows to the letter: times have no second 60, numbers are exact."""
     if isinstance(schema, list):
-        return [_as_followed(one, root) for one in schema]
+        return [_as_followed(part, root) for part in schema]
     if not isinstance(schema, dict):
         return schema
     _check_exclusive(list(_bounds(schema, root, set())))
@@ -105,8 +105,8 @@ def _as_followed(schema: Any, root: Any) -> Any:
 
 def _check_value(value: Any) -> None:
     """Refuse a value with an integer that the library would write with other last digits."""
-    for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _check_value(one)
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_value(inner)
     if type(value) is int and abs(value) > EXACT:
         _exact(str(value))
 
@@ -150,8 +150,8 @@ def _bounds(schema: Any, root: Any, seen: set[int]) -> Iterator[tuple[str, float
     for name, value in schema.items():
         if name in (*LOWER, *UPPER) and type(value) in (int, float):
             yield name, value
-        for one in value if name in BESIDE and isinstance(value, list) else ():
-            yield from _bounds(one, root, seen)
+        for inner in value if name in BESIDE and isinstance(value, list) else ():
+            yield from _bounds(inner, root, seen)
     place, reference = root, schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         for part in reference.split("/")[1:]:
@@ -186,7 +186,7 @@ def compiled(tokenizer: "LLTokenizer", constraint: Constraint) -> "LLMatcher":
 def check_matcher(matcher: "LLMatcher", constraint: Constraint) -> None:
     """Raise `InputError` where the constraint is wrong, too large, or takes too long."""
     lines = matcher.get_error().splitlines() or [""]
-    line = next((one for one in lines if one.startswith("error: ")), lines[0])[:200]
+    line = next((line for line in lines if line.startswith("error: ")), lines[0])[:200]
     if "NoExtension" in line:
         line = "no text fits, or none that the model's tokens spell"
     refuse(matcher.is_error(), f"{constraint[0]} is not one that a text can be held to: {line}")

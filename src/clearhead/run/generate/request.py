@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
-from clearhead.core.config.typed import check_types, shaped
-from clearhead.errors import ConfigError, InputError, nearest, refuse
+from clearhead.errors import ConfigError, InputError, check_types, nearest, refuse, shaped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,13 +24,14 @@ ANSWER_TOKENS = 512  # new tokens of a chat's answer at most, where the caller d
 REMOVED = float("-inf")  # the logit of a token that must not be chosen
 GROUPS = {  # of options, by what they are about, in the order of the command's help
     "sampling": "How the next token is drawn.",
-    "length": "Where a text ends.",
-    "beam": "Search for the most probable text, in place of drawing.",
-    "repetition": "What was generated becomes less probable.",
+    "stopping": "When a text ends.",
+    "beam": "Beam search for the most probable text, in place of sampling.",
+    "repetition": "Penalties on tokens that were generated before.",
     "token": "Tokens that must, or must not, be generated.",
-    "format": "What the text as a whole looks like.",
+    "structured": "Structured output: JSON schema, regular expression or grammar.",
     "overflow": "Texts longer than the model's context.",
-    "speed": "The same text, sooner; early exits may change it.",
+    "speculative": "Speculative decoding: the same text in fewer steps.",
+    "speed": "Compilation, KV cache quantization, early exit; only early exit may change the text.",
 }
 
 
@@ -151,25 +151,25 @@ class Request:
         http="seed",
     )
 
-    max_new_tokens: int = option(50, "new tokens of each text at most", "length", FROM_1, http="max_tokens")
+    max_new_tokens: int = option(50, "new tokens of each text at most", "stopping", FROM_1, http="max_tokens")
     min_new_tokens: int = option(
-        0, "new tokens before a text may end", "length", FROM_0, http="min_tokens", own="min_new_tokens"
+        0, "new tokens before a text may end", "stopping", FROM_0, http="min_tokens", own="min_new_tokens"
     )
     min_length: int = option(
-        0, "tokens of prompt and text before it may end; min_new_tokens goes before it", "length", FROM_0,
+        0, "tokens of prompt and text before it may end; min_new_tokens goes before it", "stopping", FROM_0,
         own="min_length",
     )
     stop: tuple[str, ...] = option(
-        (), "texts that end the generation; they are not part of the result", "length", http="stop",
+        (), "texts that end the generation; they are not part of the result", "stopping", http="stop",
         own="stop_strings",
     )
     stop_tokens: tuple[int | str, ...] = option(
-        (), "further tokens that end the generation, by name or id", "length", flag="stop-token",
+        (), "further tokens that end the generation, by name or id", "stopping", flag="stop-token",
         http="stop_token_ids",
     )
     seconds: float | None = option(
-        None, "stop after this time", "length", Bounds(0, math.inf, "is negative: give a number of seconds"),
-        http="seconds", own="max_time",
+        None, "stop after this time", "stopping",
+        Bounds(0, math.inf, "is negative: give a number of seconds"), http="seconds", own="max_time",
     )
 
     num_beams: int = option(
@@ -237,13 +237,13 @@ class Request:
     )
 
     json_schema: str | Mapping[str, Any] | None = option(
-        None, "generate JSON of this schema, without white space", "format", http="json_schema"
+        None, "generate JSON of this schema, without white space", "structured", http="json_schema"
     )
     regex: str | None = option(
-        None, "generate a text that this regular expression matches as a whole", "format", http="regex"
+        None, "generate a text that this regular expression matches as a whole", "structured", http="regex"
     )
     grammar: str | None = option(
-        None, "generate a text of this grammar, in the notation of Lark or GBNF", "format", http="grammar"
+        None, "generate a text of this grammar, in the notation of Lark or GBNF", "structured", http="grammar"
     )
 
     overflow: Literal["refuse", "window", "slide", "stream"] = option(
@@ -263,14 +263,16 @@ class Request:
         False, "keep the cache: the next prompt is computed from where it differs", served=False
     )
     lookup: int = option(
-        0, "draft so many tokens at a time from the text itself; 0: off", "speed", FROM_0, served=False
+        0, "prompt lookup: draft this many tokens at a time from the text itself; 0: off", "speculative",
+        FROM_0, served=False,
     )
-    draft_tokens: int = option(4, "how many tokens a draft model proposes at a time", "speed", FROM_1)
+    draft_tokens: int = option(4, "tokens that the --draft model proposes at a time", "speculative", FROM_1)
     compile: bool | None = option(
-        None, "compile the decode step; default: only capture a CUDA graph, on a GPU", "speed", served=False
+        None, "torch.compile the decode step; default: only capture a CUDA graph, on a GPU", "speed",
+        served=False,
     )
     cache: Literal["int8"] | None = option(
-        None, "keep keys and values in 8 bits: a quarter of the memory of float32", "speed", served=False
+        None, "quantize the KV cache to 8 bits: a quarter of the memory of float32", "speed", served=False
     )
     early_exit: float | None = option(
         None, "skip the layers left once the best token is more probable than this", "speed",
@@ -373,6 +375,11 @@ class Request:
         return longer or self.repetition_penalty != 1 or any((*penalties, *ngrams))
 
     @property
+    def plain_greedy(self) -> bool:
+        """Return True where the best token is taken, without any rule."""
+        return self.temperature == 0 and not self.looks_back and not self.restricts
+
+    @property
     def group_size(self) -> int:
         """Beams of each group."""
         return self.num_beams // self.num_beam_groups
@@ -436,7 +443,7 @@ UNUSED = (None, False, 0, ())  # values that ask for nothing
 SEQUENCES = [entry.name for entry in fields(Request) if "tuple[" in str(entry.type)]
 FILTERS = {name: stated.keep for name, stated in OPTIONS.items() if stated.keep is not None}  # in this order
 DRAWING = ("temperature", *FILTERS)
-CONSTRAINTS = [name for name, stated in OPTIONS.items() if stated.group == "format"]
+CONSTRAINTS = [name for name, stated in OPTIONS.items() if stated.group == "structured"]
 SEARCH = [name for name, stated in OPTIONS.items() if stated.group == "beam" and stated.own]
 NGRAMS = ("no_repeat_ngram", "no_repeat_source_ngram")
 HOOKS = ("on_text", "cancel", "draft")  # what a generation calls or runs; none of it is data

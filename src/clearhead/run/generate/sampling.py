@@ -59,10 +59,7 @@ def adjust(
 
 
 def adjust_by(
-    logits: Tensor,
-    options: Request,
-    histories: Sequence["History"] = (),
-    standing: Standing | None = None,
+    logits: Tensor, options: Request, histories: Sequence["History"] = (), standing: Standing | None = None
 ) -> Tensor:
     """Apply steps 1 to 3 to rows whose tokens are counted already: [B, V] -> [B, V]."""
     logits = wide(logits)
@@ -241,14 +238,22 @@ def draw(probability: Tensor, uniform: Tensor) -> Tensor:
 
 
 class Dice:
-    """A stream of uniform numbers per row, each from its own seed."""
+    """A stream of uniform numbers from a seed."""
 
-    def __init__(self, seeds: Sequence[int]) -> None:
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
 
-    def roll(self, rows: Sequence[int]) -> Tensor:
-        """Return the next number of each of these rows: [len(rows)] in float64."""
-        return torch.tensor(
-            [torch.rand((), generator=self.generators[row], dtype=torch.float64).item() for row in rows],
-            dtype=torch.float64,
-        )
+    def roll(self) -> float:
+        """Return the next number, in float64."""
+        return float(torch.rand((), generator=self.generator, dtype=torch.float64).item())
+
+
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, alternatives: int
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Return the log-probability of a token of each row, [B, V] and [B], and the best tokens with theirs."""
+    values = logits.float().log_softmax(-1)
+    best = values.topk(alternatives, dim=-1)
+    others = zip(best.indices.tolist(), best.values.tolist())
+    chosen = values.gather(-1, tokens.to(values.device)[:, None])  # greedy tokens are on the host already
+    return chosen[:, 0].tolist(), [list(zip(*pair)) for pair in others]

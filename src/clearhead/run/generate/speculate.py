@@ -12,7 +12,8 @@ Shapes: B rows, S source length, V vocabulary, N draft tokens.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,26 +23,18 @@ from clearhead.core.cache import Cache
 from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.run.generate.decode import (
-    LENGTH_ALONE,
-    RESERVE,
-    Chooser,
-    Continuation,
-    Ends,
-    Prompts,
-    agreed,
-    check_request,
-    prefill,
-    report,
-    slides,
-    steps_back,
-    streams,
-    turns_by_length,
-)
+from clearhead.run.generate.checks import check_request, slides, steps_back, streams
+from clearhead.run.generate.decode import RESERVE, prefill
 from clearhead.run.generate.request import FILTERS, Request
 from clearhead.run.generate.sampling import adjust_by, distribution, draw
+from clearhead.run.generate.sequence import LENGTH_ALONE, Ends, Prompts, Sampler, Sequence
+from clearhead.run.generate.stream import agreed
 
 MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little
+# Where a step verifies draft tokens only as far as that pays, as the server does:
+LEARNED = 0.25  # how far one more draft token moves the share of those accepted
+FORGOTTEN = 0.95  # how much of what steps cost is kept from one to the next
+ASSUMED = 0.25  # of a step of one row, the price of one more, until steps of several sizes were seen
 Roll = Callable[[], Tensor]  # the next uniform number of the row: [1]
 
 
@@ -62,13 +55,13 @@ class Drafter(Protocol):
 class PromptLookup:
     """Proposes that the row goes on as it did after the same tokens; `before` is other text to look in."""
 
-    def __init__(self, count: int, before: Sequence[int] = ()) -> None:
+    def __init__(self, count: int, before: abc.Sequence[int] = ()) -> None:
         self.count, self.start = count, len(before)
         self.text: list[int] = []
         self.next: dict[tuple[int, ...], int] = {}  # where the text last went on after these tokens
         self._read(before)
 
-    def _read(self, tokens: Sequence[int]) -> None:
+    def _read(self, tokens: abc.Sequence[int]) -> None:
         for token in tokens:
             for n in MATCHED:
                 if len(self.text) >= n:
@@ -134,58 +127,95 @@ def accept(p: Tensor, q: Tensor, drafted: Tensor, uniform: Tensor, spare: Tensor
     return torch.where(kept, drafted, draw(rest, spare)), kept
 
 
-class _SpeculativeRow:
-    """One row, its cache and its drafter."""
+def verify(
+    sampler: Sampler, row: Sequence, logits: Iterable[tuple[Tensor, Tensor | None]], proposal: Proposal
+) -> bool:
+    """Add the next token, and one after each draft token that was right; return False at the row's end.
 
-    def __init__(
-        self, number: int, row: Continuation, prompts: Prompts, cache: Cache, drafter: Drafter
-    ) -> None:
-        self.number, self.row, self.cache, self.drafter = number, row, cache, drafter
-        self.sources, self.tokens = prompts.sources, list(row.prompt)
-
-    def step(self, model: Transformer, most: int, chooser: Chooser, ends: Ends) -> bool:
-        """Add a token or more in one run of the model; return False when the row has ended or has `most`."""
-        proposal = self.drafter.propose(
-            self.tokens, most - len(self.row.ids) - 1, lambda: chooser.roll([self.number])
-        )
-        fed = torch.tensor(
-            [self.tokens[self.cache.length :] + proposal.tokens], device=next(model.parameters()).device
-        )
-        logits = model(fed, None, *self.sources, cache=self.cache).logits[0]  # N+1 V
-        reason, goes_on, steps = ends.reason(), True, self.row.steps + 1
-        for place in range(len(proposal.tokens) + 1):
-            here = logits[place, None]
-            chosen, as_drafted = self._choose(here, proposal, place, chooser)
-            if chooser.request.reports:
-                report(here, chosen, [self.row], chooser.request.alternatives)
-            goes_on = ends.go_on(self.number, self.row, int(chosen), steps, reason)
-            self.tokens += self.row.ids[len(self.tokens) - len(self.row.prompt) :]  # nothing, if it is a stop
-            if not (goes_on and as_drafted):
-                break
-        self.cache.crop(min(self.cache.length, len(self.tokens) - 1))
-        return goes_on and len(self.row.ids) < most
-
-    def _choose(
-        self, logits: Tensor, proposal: Proposal, place: int, chooser: Chooser
-    ) -> tuple[Tensor, bool]:
-        """Choose the token after logits [1, V]; return it [1], and whether it is the draft token."""
+    Args:
+        logits: after the row's last token and after each draft token, [1, V]; with each the greedy choice
+            [1], where it is known already.
+    """
+    goes_on, steps = False, row.steps + 1
+    for place, (here, known) in enumerate(logits):
         drafted = proposal.tokens[place] if place < len(proposal.tokens) else None
         if drafted is None or proposal.drawn_from is None:
-            chosen = chooser.choose(logits, [self.number])
-            return chosen, int(chosen) == drafted
-        p = distribution(chooser.adjusted(logits, [self.number]), chooser.request)
-        uniform, spare = chooser.roll([self.number]), chooser.roll([self.number])
-        chosen, kept = accept(
-            p, proposal.drawn_from[place].to(p), torch.tensor([drafted], device=p.device), uniform, spare
-        )
-        return chosen.to(logits.device), bool(kept)
+            chosen = sampler.choose(here, [row], known)
+            right = int(chosen) == drafted
+        else:
+            p, q = distribution(sampler.adjusted(here, [row]), sampler.request), proposal.drawn_from[place]
+            uniform, spare = sampler.roll([row]), sampler.roll([row])
+            at = torch.tensor([drafted], device=p.device)
+            chosen, kept = accept(p, q.to(p), at, uniform, spare)
+            chosen, right = chosen.to(here.device), bool(kept)
+            sampler.report(here, chosen, [row])
+        goes_on = row.add(int(chosen), steps, sampler.ends.reason())
+        if not (goes_on and right):
+            break
+    return goes_on and len(row.ids) < sampler.request.max_new_tokens
+
+
+class DraftTokens:
+    """The draft tokens of one sequence, and how often they were right."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter, self.share = drafter, 0.0
+        self.start, self.found = 0, list[int]()  # the position of the first, and the tokens
+        self.read = 0  # how many of them the step verifies
+
+    def look(self, tokens: list[int], most: int) -> None:
+        """Compare the last ones with what came, and propose up to `most` tokens behind `tokens`."""
+        for draft, came in zip(self.found, tokens[self.start :]):
+            self.share += LEARNED * ((draft == came) - self.share)
+            if draft != came:
+                break
+        self.start, self.read = len(tokens), 0
+        self.found = self.drafter.propose(tokens, most, _nothing).tokens
+
+    @property
+    def proposal(self) -> Proposal:
+        """The draft tokens that this step verifies."""
+        return Proposal(self.found[: self.read])
+
+    def end(self, tokens: list[int]) -> tuple[int, int]:
+        """End a step; return how many were verified, and how many of them `tokens` has."""
+        read, self.read = self.read, 0
+        return read, agreed(self.found[:read], tokens[self.start :])
+
+
+def _nothing() -> Tensor:
+    return torch.zeros(1)  # what is looked up is not drawn
+
+
+class RowPrice:
+    """What a step costs by the number of its rows: a line through the latest steps."""
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 5  # of 1, rows, seconds, rows squared, rows times seconds
+
+    def keep(self, rows: int, seconds: float) -> None:
+        """Note what a step has cost."""
+        values = (1, rows, seconds, rows * rows, rows * seconds)
+        self.sums = [FORGOTTEN * old + new for old, new in zip(self.sums, values)]
+
+    def of_one_more(self, rows: int, tokens: float) -> float:
+        """Return the price of a further row in new tokens, where `rows` rows are worth `tokens` of them."""
+        count, all_rows, seconds, squared, mixed = self.sums
+        spread = count * squared - all_rows**2
+        each = seconds / all_rows if seconds > 0 else 1.0  # the most that a row can cost
+        if spread > 0.01 * count**2:
+            slope = min(max((count * mixed - all_rows * seconds) / spread, 0.0), each)
+        else:
+            slope = ASSUMED * each
+        whole = seconds / count + slope * (rows - all_rows / count) if seconds > 0 else 1.0
+        return slope * tokens / max(whole, slope)
 
 
 def drafters_for(
     model: Transformer,
     request: Request,
     prompts: Prompts,
-    texts: Sequence[Sequence[int]],
+    texts: abc.Sequence[abc.Sequence[int]],
     draft: Transformer | None,
 ) -> list[Drafter]:
     """Make a drafter for each row, or none. `texts` are the ids given: with an encoder, the sources."""
@@ -213,8 +243,8 @@ def speculate(
     ends: Ends = LENGTH_ALONE,
     cache: Cache | None = None,
     *,
-    drafters: Sequence[Drafter],
-) -> list[Continuation]:
+    drafters: abc.Sequence[Drafter],
+) -> list[Sequence]:
     """Decode with one drafter for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
     models = [model, *(drafter.model for drafter in drafters if isinstance(drafter, DraftModel))]
@@ -224,18 +254,30 @@ def speculate(
         "leave lookup and draft out",
     )
     refuse(
-        turns_by_length(model) or slides(model, request, prompts) or streams(model, request, prompts),
+        model.config.rotates_by_length or slides(model, request, prompts) or streams(model, request, prompts),
         "this text is read anew, or forgotten, as it grows past a length: leave lookup and draft out",
     )
-    rows = [Continuation(list(prompt)) for prompt in prompts.ids]
-    chooser = Chooser(model, request, prompts, ends, rows)
-    most, running = request.max_new_tokens, []
-    for number, row in enumerate(rows):
-        own = cache or Cache(min(len(row.prompt) + most, RESERVE))
-        running.append(_SpeculativeRow(number, row, prompts.rows([number]), own, drafters[number]))
+    sampler = Sampler(model, request, ends)
+    rows = running = sampler.begin(prompts)
+    device, most = next(model.parameters()).device, request.max_new_tokens
+    sources = [prompts.rows([row.number]).sources for row in rows]
+    caches = [cache or Cache(min(len(row.prompt) + most, RESERVE)) for row in rows]
+    for row, own, source in zip(rows, caches, sources):
         unread = row.prompt[own.length : -1]  # the last token runs with the first draft tokens
         if unread:
-            prefill(model, [unread], own, *running[-1].sources)
+            prefill(model, [unread], own, *source)
+
+    def step(row: Sequence) -> bool:
+        """Add a token or more in one run of the model; return False when the row has ended."""
+        own = caches[row.number]
+        most_drafts = most - len(row.ids) - 1
+        proposal = drafters[row.number].propose(row.tokens, most_drafts, lambda: sampler.roll([row]))
+        unread = torch.tensor([row.tokens[own.length :] + proposal.tokens], device=device)
+        logits = model(unread, None, *sources[row.number], cache=own).logits[0]  # N+1 V
+        goes_on = verify(sampler, row, ((here, None) for here in logits.split(1)), proposal)
+        own.crop(min(own.length, len(row.tokens) - 1))
+        return goes_on
+
     while running:
-        running = [row for row in running if row.step(model, most, chooser, ends)]
+        running = [row for row in running if step(row)]
     return rows

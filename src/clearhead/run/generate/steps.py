@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,14 +19,13 @@ from torch import Tensor
 from clearhead.core.cache import Cache
 from clearhead.core.transformer import Transformer
 from clearhead.errors import first_line
-from clearhead.run.generate.decode import turns_by_length
-from clearhead.run.kernels.cuda_graph import never_waiting
+from clearhead.run.kernels.cuda_graph import captured
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.kernels import choose
 
 SMALLEST = 512  # slots of the smallest cache; larger ones double
 SHARE = 0.25  # of a GPU's memory, for the keys of captured CUDA graphs that no call uses
-# Products with one row become fused reductions, which read weights faster than the library's matrix product.
+# Matmuls with one row become fused reductions, which read weights faster than the library's matmul.
 OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
 
 
@@ -105,17 +104,21 @@ class CompiledStep:
         return self.made[:, start : start + count]
 
 
-def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Capture the kernels that `run` launches as one CUDA graph."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with never_waiting():
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            run()
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph):
-            run()
-    return graph.replay
+class OnHost:
+    """A tensor on its way to the host, while the device goes on."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self.copy.copy_(tensor, non_blocking=True)
+        self.arrived = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def tolist(self) -> list[list[int]]:
+        """Wait for the copy, and return its numbers."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return cast(list[list[int]], self.copy.tolist())
 
 
 class Running(Cache):
@@ -144,7 +147,7 @@ class Steps:
         reasons = {
             "its experts are chosen on the host": model.config.n_experts > 0,
             "its layers take some tokens alone": min(model.config.main.capacities) < 1,
-            "its angles depend on the longest row in the batch": turns_by_length(model),
+            "its angles depend on the longest row in the batch": model.config.rotates_by_length,
         }
         self.unfit = next(
             (reason for reason, holds in reasons.items() if holds), None
@@ -176,14 +179,9 @@ class Steps:
         if step is not None:
             self.captured[size] = step
             most = torch.cuda.get_device_properties(step.ids.device).total_memory * SHARE
-            while len(self.captured) > 1 and sum(map(_bytes, self.captured.values())) > most:
+            while len(self.captured) > 1 and sum(step.cache.nbytes for step in self.captured.values()) > most:
                 self.captured.pop(next(iter(self.captured)))
         return step
-
-
-def _bytes(step: CompiledStep) -> int:
-    """Return the size of a step's keys and values."""
-    return sum(buffer.nbytes for keys in step.cache.layers.values() for buffer in keys.read())
 
 
 def warn_uncompiled(reason: str) -> None:

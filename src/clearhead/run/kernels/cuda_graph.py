@@ -1,5 +1,6 @@
 """CUDA graphs: the kernels of a function recorded once, and then run again at one call of the host."""
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,3 +51,14 @@ class GraphRecorder:
         with never_waiting(), torch.cuda.stream(self.side):
             yield
         current.wait_stream(self.side)
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object]:
+    """Run a function once, then record the kernels that it launches as a graph of its own."""
+    recorder = GraphRecorder()
+    with recorder.aside():
+        run()
+    torch.cuda.synchronize()
+    gc.collect()  # memory that is freed while a graph is recorded would end the recording
+    torch.cuda.empty_cache()  # a graph takes memory of its own, and none that is cached for others
+    return recorder.record(run)

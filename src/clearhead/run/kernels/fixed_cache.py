@@ -3,19 +3,20 @@
 Shapes: B batch, K key/value heads, T new tokens, S slots, E head width.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.core.cache import Cache, GrowingKeys, LayerKeys, StateKeys
+from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.kinds import Kind
-from clearhead.core.masks import Slots, Tokens, empty_slots
+from clearhead.core.masks import Tokens
 from clearhead.core.positions import Rotary
 from clearhead.errors import InputError, refuse
-from clearhead.variants.linear import ABSENT
+from clearhead.variants.caches import Slots, StateKeys, empty_slots
 
 
 class FixedCache(Cache):
@@ -44,6 +45,8 @@ class FixedCache(Cache):
         self.tokens = empty_slots(batch, capacity, device)
         self.angles: dict[int | None, Rotary] = {}  # by reach: the rotation of every position, where used
 
+        wide = torch.promote_types(dtype, torch.float32)  # of states
+
         def room(attention: str, slots: int) -> list[Tensor]:
             shape = (batch, spec.kv_heads_of(attention), slots)
             return [torch.zeros(*shape, E, dtype=dtype, device=device) for E in (spec.d_head, spec.d_value)]
@@ -51,10 +54,12 @@ class FixedCache(Cache):
         for layer, kind in enumerate(spec.kinds):
             block = f"{spec.prefix}blocks.{layer}"
             if kind.chooses:
-                self.layers[layer] = FixedKeys(self, *room(f"{block}.attention", capacity))
+                self.layers[layer] = FixedKeys(self, kind, room(f"{block}.attention", capacity))
             else:
                 shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]
-                self.layers[layer] = FixedState(shapes, torch.promote_types(dtype, torch.float32), device)
+                begins = kind.state_begins or (0.0,) * len(shapes)
+                states = [torch.full(*each, dtype=wide, device=device) for each in zip(shapes, begins)]
+                self.layers[layer] = StateKeys(states, begins)
             if source and spec.cross:
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
@@ -94,12 +99,12 @@ class FixedCache(Cache):
             )
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
-            if isinstance(mine, FixedState) and isinstance(theirs, StateKeys):
+            if isinstance(mine, StateKeys) and isinstance(theirs, StateKeys):
                 for buffer, given in zip(mine.state, theirs.state):
                     buffer[rows] = given
                 continue
             refuse(
-                not isinstance(theirs, GrowingKeys),
+                type(theirs) is not LayerKeys,
                 "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
             )
             for buffer, given in zip(mine.read(), theirs.read()):
@@ -107,8 +112,9 @@ class FixedCache(Cache):
                 buffer[rows, :, slots] = (
                     given if index is None else given.take_along_dim(index[:, None, :, None], 2)
                 )
+        told = slice(self.length - order.shape[1], self.length)  # a cache of states alone tells the last ones
         for buffer, given in zip(self.tokens.tensors(), (order, positions, real, documents)):
-            buffer[rows, slots] = given
+            buffer[rows, told] = given
         if cache.source is None:
             return
         if self.source is None or self.source.real is None:
@@ -122,13 +128,17 @@ class FixedCache(Cache):
     def begin(self, tokens: Tokens) -> None:
         """Write order, positions, padding and documents of the new tokens into the buffers."""
         self.packed = self.packed or tokens.documents is not None
-        states = any(isinstance(keys, FixedState) for keys in self.layers.values())
+        states = any(isinstance(keys, StateKeys) for keys in self.layers.values())
         refuse(self.packed and states, "a fixed cache keeps no states of packed documents: use Cache()")
         if not torch.compiler.is_compiling():
             self.room_for(tokens.length)
         self.index = self.cursor + torch.arange(tokens.length, device=self.cursor.device)
         for buffer, values in zip(self.tokens.tensors(), tokens.tensors()):
             buffer.index_copy_(1, self.index, values.expand(buffer.shape[0], -1))
+
+    def new_slots(self, kind: Kind | None, count: int) -> Tensor:
+        """Return the slots of the `count` tokens of the call in progress."""
+        return self.index
 
     def room_for(self, count: int) -> None:
         """Refuse to take more tokens than there are slots for."""
@@ -169,39 +179,24 @@ class FixedCache(Cache):
         self.tokens = slots  # the buffers, not the copies that a growing cache makes
 
 
-class FixedState(StateKeys):
-    """A state in buffers that are never replaced."""
-
-    def __init__(self, shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str) -> None:
-        self.state = tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes)
-        self.k = self.v = self.state[0]
-        self.forget()
-
-    def keep(self, *state: Tensor) -> None:
-        """Copy this state into the buffers."""
-        for buffer, given in zip(self.state, state):
-            buffer.copy_(given.detach())
-
-    def forget(self) -> None:
-        """Begin anew."""
-        for buffer in self.state:
-            buffer.fill_(ABSENT if buffer.ndim == 2 else 0.0)  # the log of a scale, or sums
-
-
 class FixedKeys(LayerKeys):
-    """Keys in a buffer that is never replaced."""
+    """Keys in buffers that never move, written to the slots that the cache names for each call."""
 
+    cache: Any  # a `FixedCache`, or one over a pool
     k: Tensor
     v: Tensor
 
-    def __init__(self, cache: FixedCache, k: Tensor, v: Tensor) -> None:
-        self.cache, self.k, self.v = cache, k, v
+    def __init__(self, cache: Any, kind: Kind | None, buffers: Sequence[Tensor], known: bool = False) -> None:
+        """Keep keys of a layer of this kind; None: of a source, which is `known` once it was read."""
+        super().__init__(cache, of_source=kind is None)
+        self.kind, (self.k, self.v), self.known = kind, buffers, known
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write at the cursor; return the whole buffers."""
-        self.k.index_copy_(2, self.cache.index, k.detach().to(self.k.dtype))
-        self.v.index_copy_(2, self.cache.index, v.detach().to(self.v.dtype))
-        return self.k, self.v
+        """Write the new keys; return the whole buffers, or of a source its own keys."""
+        slots = self.cache.new_slots(self.kind, k.shape[2])
+        self.k.index_copy_(2, slots, k.detach().to(self.k.dtype))
+        self.v.index_copy_(2, slots, v.detach().to(self.v.dtype))
+        return (k, v) if self.of_source else (self.k, self.v)
 
     def reorder(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`, in place."""
@@ -212,6 +207,18 @@ class FixedKeys(LayerKeys):
 # Arguments and results of kernels ---------------------------------------------------------------------------
 
 NOTHING = -1  # in place of a token: the logits are not numbers
+
+
+class MatmulConfig(NamedTuple):
+    """What the kernel of a matmul does besides: a norm before it; bias, gate and residual after it."""
+
+    bias: Tensor | None = None  # N
+    scale: Tensor | None = None  # D: of the RMS norm; None: no norm
+    eps: float = 0.0
+    unit_offset: bool = False
+    # An activation: the first half of the weight's rows is the gate, and the result has N/2 columns.
+    gate: str | None = None
+    add: Tensor | None = None  # B 1 N: what is added to the result
 
 
 class HeadConfig(NamedTuple):

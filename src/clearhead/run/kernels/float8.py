@@ -1,10 +1,10 @@
-"""Training with products in float8, on devices that multiply it at twice the rate of bfloat16.
+"""Training with matmuls in float8, on devices that multiply it at twice the rate of bfloat16.
 
 Eight bits hold four leading bits of a number, and magnitudes from 2^-9 to 448. So each row of a matrix has a
-scale of its own, found anew for each product: its largest value becomes 448. That value is known where the
+scale of its own, found anew for each matmul: its largest value becomes 448. That value is known where the
 row is made, and compiled code writes the row in float8 from there, without another pass over the matrix.
 
-The forward pass and the gradient of the input are products in float8. The gradient of a weight sums over
+The forward pass and the gradient of the input are matmuls in float8. The gradient of a weight sums over
 rows, whose scales differ, and stays in bfloat16; so do attention itself, embeddings and heads. The residual
 stream is bfloat16 too, not float32 as under autocast alone: there is less to move.
 
@@ -15,13 +15,13 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.core.embedding import Embedding
 from clearhead.core.transformer import Transformer
 from clearhead.run.kernels.parts import like
-from clearhead.run.kernels.training import block_linears
+from clearhead.run.kernels.training import TrainedLinear, block_linears
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = torch.finfo(FLOAT8).max  # 448
@@ -41,7 +41,7 @@ def suit(model: Transformer) -> tuple[int, int]:
         if all(width % UNIT == 0 for width in layer.weight.shape)
     }
     for name, layer in fitting.items():
-        model.set_submodule(name, like(layer, Float8Linear))
+        model.set_submodule(name, like(layer, TrainedLinear, matmul=float8_linear))
     for name, part in list(model.named_modules()):
         if type(part) is Embedding:
             model.set_submodule(name, like(part, NarrowEmbedding))
@@ -67,7 +67,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `nnf.linear` of x [..., D], weight [N, D] and bias [N]: -> [..., N].
 
-    Under autocast the product is in float8, and what it returns in bfloat16. Without, nothing is rounded.
+    Under autocast the matmul is in float8, and what it returns in bfloat16. Without, nothing is rounded.
     """
     if not torch.is_autocast_enabled(x.device.type):
         return nnf.linear(x, weight, bias)
@@ -75,17 +75,6 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = cast(Tensor, _Float8Product.apply(rows, weight))  # type: ignore[no-untyped-call]
     y = y.view(*x.shape[:-1], -1)
     return y if bias is None else y + bias.to(y.dtype)
-
-
-class Float8Linear(nn.Linear):
-    """A linear layer for training in float8; see `float8_linear`."""
-
-    stands_for = nn.Linear
-    product = staticmethod(float8_linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., N]."""
-        return float8_linear(x, self.weight, self.bias)
 
 
 class _Float8Product(torch.autograd.Function):

@@ -8,26 +8,25 @@ Shapes: B rows, D width in, N width out, H heads, K key/value heads, G = H/K, E 
 columns.
 """
 
-import contextlib
 import functools
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import ParamSpec, cast
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
 from clearhead.core import attention, feedforward, norms, positions
-from clearhead.core.attention import without_cudnn
-from clearhead.run.kernels.fixed_cache import NOTHING, HeadConfig
+from clearhead.run.kernels.fixed_cache import NOTHING, HeadConfig, MatmulConfig
 from clearhead.run.quant.grid import Codes
 
-MOST_ROWS = 2  # rows for which our product, with norm and gate in the same kernel, beats all others
-MOST_TOGETHER = 32  # rows for which our product on matrix units, in bfloat16, beats the library's
-MOST_BYTES = 4  # rows for which products of bytes beat matrix units, for weights of few bits
-MOST_FEW = 64  # rows for which codes are made numbers within the product
+MOST_ROWS = 2  # rows for which our matmul, with norm and gate in the same kernel, beats all others
+MOST_TOGETHER = 32  # rows for which our matmul on matrix units, in bfloat16, beats the library's
+MOST_BYTES = 4  # rows for which products of bytes beat matrix units, for quantized weights
+MOST_FEW = 64  # rows for which codes are made numbers within the matmul
+PLAIN = MatmulConfig()
 
 
 def available(x: Tensor) -> bool:
@@ -38,20 +37,13 @@ def available(x: Tensor) -> bool:
     )
 
 
-@contextlib.contextmanager
-def without_plans() -> Iterator[None]:
-    """Do without cuDNN's attention, which makes a plan for every new length: texts that grow have many."""
-    with without_cudnn():
-        yield
-
-
 Given = ParamSpec("Given")
 
 
 def operator(
-    shaped: Callable[Given, Tensor], mutates: Sequence[str] = ()
+    shaped: Callable[..., Tensor], mutates: Sequence[str] = ()
 ) -> Callable[[Callable[Given, Tensor]], Callable[Given, Tensor]]:
-    """Let a compiler see a function as one operator, whose result has the shape that `shaped` gives.
+    """Let a compiler see a function as one operator; `shaped` makes an empty result of the same arguments.
 
     Outside a compiler the function runs by itself: to call an operator loads the compiler, in seconds.
     """
@@ -91,40 +83,22 @@ def step_norm(x: Tensor, scale: Tensor, eps: float, unit_offset: bool) -> Tensor
     return triton_step.norm(x, scale, eps, unit_offset)
 
 
-def step_linear(
-    x: Tensor,
-    weight: Tensor | Codes,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    eps: float = 0.0,
-    unit_offset: bool = False,
-    gate: str | None = None,
-    add: Tensor | None = None,
-) -> Tensor:
-    """Apply RMS norm with `scale` [D], `weight` [N, D] and `bias` [N] to x [B, 1, D], add `add` [B, 1, N].
+def step_linear(x: Tensor, weight: Tensor | Codes, form: MatmulConfig = PLAIN) -> Tensor:
+    """Multiply x [B, 1, D] with `weight` [N, D], and do around it what `form` says: -> [B, 1, N].
 
-    `gate` names an activation: then the first half of the rows of `weight` is the gate, and the result has
-    N/2 columns. For a row or two, or a weight of few bits, this is a single kernel; for more rows, a few, or
-    steps that a compiler joins around the library's product. The result may take the place of `add`.
+    For a row or two, or a quantized weight, this is a single kernel; for more rows, a few, or steps that a
+    compiler joins around the library's matmul. The result may take the place of `form.add`.
     """
     if isinstance(weight, Codes):
-        return _few_bits(x, *weight, bias, scale, eps, unit_offset, gate, add)
-    way = _one_kernel if x.shape[0] <= MOST_ROWS else _in_steps
-    return way(x, weight, bias, scale, eps, unit_offset, gate, add)
+        bits, columns, words, scales, offsets = weight
+        return _quantized(x, bits, columns, words, scales, offsets, *form)
+    return _one_kernel(x, weight, *form) if x.shape[0] <= MOST_ROWS else _in_steps(x, weight, form)
 
 
-def _in_steps(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    gate: str | None,
-    add: Tensor | None,
-) -> Tensor:
+def _in_steps(x: Tensor, weight: Tensor, form: MatmulConfig) -> Tensor:
     if not torch.compiler.is_compiling() and available(x):  # a compiler fuses as much by itself
-        return _in_kernels(x, weight, bias, scale, eps, unit_offset, gate, add)
+        return _in_kernels(x, weight, form)
+    bias, scale, eps, unit_offset, gate, add = form
     y = nnf.linear(x if scale is None else norms.rms_norm(x, scale, eps, unit_offset), weight, bias)
     if gate is not None:
         pre, up = y.chunk(2, dim=-1)
@@ -132,22 +106,14 @@ def _in_steps(
     return y if add is None else y + add
 
 
-def _in_kernels(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    gate: str | None,
-    add: Tensor | None,
-) -> Tensor:
-    """`_in_steps` with a kernel for the norm, and our product, or for more rows the library's.
+def _in_kernels(x: Tensor, weight: Tensor, form: MatmulConfig) -> Tensor:
+    """`_in_steps` with a kernel for the norm, and our matmul, or for more rows the library's.
 
     There a sum takes the place of `add`, which spares a copy: a residual stream has no other reader.
     """
     from clearhead.run.kernels import triton_rows, triton_step
 
+    bias, scale, eps, unit_offset, gate, add = form
     if scale is not None:
         x = step_norm(x, scale, eps, unit_offset)
     rows = x.numel() // x.shape[-1]
@@ -162,16 +128,8 @@ def _in_kernels(
     return y if add is None else y + add
 
 
-def _linear_shape(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    gate: str | None,
-    add: Tensor | None,
-) -> Tensor:
+def _linear_shape(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
+    gate = more[-2]
     return x.new_empty(*x.shape[:-1], weight.shape[0] // (1 if gate is None else 2))
 
 
@@ -189,30 +147,13 @@ def _one_kernel(
     if available(x) and weight.is_contiguous():
         from clearhead.run.kernels import triton_step
 
-        return triton_step.linear(x, weight, bias, scale, eps, unit_offset, gate, add)
+        return triton_step.linear(x, weight, MatmulConfig(bias, scale, eps, unit_offset, gate, add))
     add = None if add is None else add.clone()  # an operator may not write over what it is given
-    return _in_steps(x, weight, bias, scale, eps, unit_offset, gate, add).clone()
+    return _in_steps(x, weight, MatmulConfig(bias, scale, eps, unit_offset, gate, add)).clone()
 
 
-def _few_shape(
-    x: Tensor,
-    bits: int,
-    columns: int,
-    words: Tensor,
-    scales: Tensor,
-    offsets: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    gate: str | None,
-    add: Tensor | None,
-) -> Tensor:
-    return _linear_shape(x, words, bias, scale, eps, unit_offset, gate, add)
-
-
-@operator(_few_shape)
-def _few_bits(
+@operator(lambda x, bits, columns, words, *more: _linear_shape(x, words, *more))
+def _quantized(
     x: Tensor,
     bits: int,
     columns: int,
@@ -228,16 +169,16 @@ def _few_bits(
 ) -> Tensor:
     """`step_linear` as an operator, whose arguments are the fields of `Codes` one by one."""
     weight, rows = Codes(bits, columns, words, scales, offsets), x.numel() // x.shape[-1]
+    form = MatmulConfig(bias, scale, eps, unit_offset, gate, add)
     if not available(x):
-        return _in_steps(x, weight.weight(x.dtype), bias, scale, eps, unit_offset, gate, add).clone()
+        return _in_steps(x, weight.weight(x.dtype), form).clone()
     from clearhead.run.kernels import triton_codes, triton_rows
 
     if rows > MOST_FEW:
-        wide = triton_codes.spread(weight, x.dtype)
-        add = None if add is None else add.clone()
-        return _in_kernels(x, wide, bias, scale, eps, unit_offset, gate, add)
+        form = form._replace(add=None if add is None else add.clone())
+        return _in_kernels(x, triton_codes.spread(weight, x.dtype), form)
     way = triton_codes.linear if rows <= MOST_BYTES else triton_rows.linear
-    return way(x, weight, bias, scale, eps, unit_offset, gate, add)
+    return way(x, weight, form)
 
 
 def step_attend(
@@ -251,23 +192,8 @@ def step_attend(
     return _attend(qkv, keys, values, slot, mask, *form)
 
 
-def _attend_shape(
-    qkv: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slot: Tensor,
-    mask: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    layout: str,
-    n_heads: int,
-    scale: float,
-    softcap: float | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-) -> Tensor:
+def _attend_shape(qkv: Tensor, keys: Tensor, values: Tensor, *more: Any) -> Tensor:
+    n_heads = more[2 + HeadConfig._fields.index("n_heads")]  # behind slot and mask
     return qkv.new_empty(qkv.shape[0], 1, n_heads * values.shape[3])
 
 

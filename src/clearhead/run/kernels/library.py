@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -92,8 +93,9 @@ def allowed(limit: str | None = None) -> tuple[str, ...]:
 def opened(compiler: str, *flags: str) -> ctypes.CDLL:
     """Return the functions as compiled with these flags, such as those of `allowed`."""
     found = ctypes.CDLL(str(_built(compiler, (*FLAGS, *flags))))
-    found.clearhead_blocks.argtypes = (c_void_p, c_int64)
+    found.clearhead_blocks.argtypes = (c_void_p, c_int64, c_void_p)
     found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
+    found.clearhead_rows.argtypes = (c_void_p, c_void_p, c_int64, c_void_p)
     found.clearhead_best.argtypes, found.clearhead_best.restype = (c_void_p, c_int64), None
     found.clearhead_transpose.argtypes = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
     found.clearhead_transpose.restype = None
@@ -101,7 +103,7 @@ def opened(compiler: str, *flags: str) -> ctypes.CDLL:
 
 
 def _agrees(found: ctypes.CDLL) -> bool:
-    """Return True if what was compiled and the plain product give the same numbers."""
+    """Return True if what was compiled and the plain matmul give the same numbers."""
     layer, x, out = nn.Linear(19, 9), torch.linspace(-1, 1, 57).view(3, 19), torch.empty(3, 9)
     fields = LINEAR(layer.weight.data_ptr(), layer.bias.data_ptr(), 9, 19)
     places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
@@ -161,78 +163,22 @@ def _processor() -> str:
     )
 
 
-def _structure(name: str, **fields: Any) -> Any:
-    """Return the class of a structure of `step.c`."""
-    return type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
+def _structures() -> dict[str, Any]:
+    """Return the structures that the sources declare, by name, but for those of other types of C."""
+    kinds: dict[str, Any] = {"int64_t": c_int64, "double": c_double}
+    source = re.sub(r"/\*.*?\*/|\bconst\b", "", "".join(_sources()), flags=re.DOTALL)
+    for body, name in re.findall(r"typedef struct \{([^{}#]*)\} (\w+);", source):
+        fields = []
+        for line in filter(str.strip, body.split(";")):
+            kind, names = line.split(maxsplit=1)
+            for each in names.split(","):
+                fields.append((each.strip(" *"), c_void_p if "*" in each else kinds.get(kind)))
+        if all(kind is not None for _, kind in fields):
+            kinds[name] = type(name, (ctypes.Structure,), {"_fields_": fields})
+    return kinds
 
 
-P, N, F = c_void_p, c_int64, c_double
-NORM = _structure("Norm", weight=P, bias=P, kind=N, unit_offset=N, eps=F)
-LINEAR = _structure(
-    "Linear",
-    **dict.fromkeys(("weight", "bias"), P),
-    **dict.fromkeys(("rows", "columns"), N),
-    **dict.fromkeys(("codes", "scales", "offsets", "smooth"), P),
-    **dict.fromkeys(("bits", "group"), N),
-)
-BEST = _structure(
-    "Best",
-    **dict.fromkeys(("all", "kept"), P),
-    **dict.fromkeys(("rows", "width", "count"), N),
-    **dict.fromkeys(("values", "places"), P),
-)
-RESIDUAL = _structure("Residual", before=NORM, inside=NORM, after=NORM, scale=F)
-ATTENTION = _structure(
-    "Attention",
-    **dict.fromkeys(("q", "k", "v", "out"), LINEAR),
-    **dict.fromkeys(("q_norm", "k_norm"), NORM),
-    sink=P,
-    **dict.fromkeys(("heads", "kv_heads", "width", "value_width", "whole_norm", "interleaved"), N),
-    scale=F,
-    softcap=F,
-)
-FEEDFORWARD = _structure("FeedForward", gate=LINEAR, up=LINEAR, down=LINEAR, activation=N)
-BLOCK = _structure(
-    "Block",
-    attention=ATTENTION,
-    cross=ATTENTION,
-    feedforward=FEEDFORWARD,
-    **dict.fromkeys(("attention_residual", "cross_residual", "feedforward_residual"), RESIDUAL),
-    width=N,
-    parallel=N,
-)
-VIEW = _structure(
-    "View",
-    keys=P,
-    values=P,
-    **dict.fromkeys(("key_row", "key_head", "key_slot", "value_row", "value_head", "value_slot"), N),
-    shared_by=N,
-    slots=N,
-    mask=P,
-    mask_row=N,
-    mask_slot=N,
-    bias=P,
-    bias_row=N,
-    bias_head=N,
-    bias_slot=N,
-    table=P,
-    table_row=N,
-    block=N,
-)
-CALL = _structure(
-    "Call",
-    x=P,
-    out=P,
-    batch=N,
-    own=VIEW,
-    source=VIEW,
-    slot=N,
-    slots=P,
-    slots_row=N,
-    cos=P,
-    sin=P,
-    rotary_row=N,
-    rotated=N,
-    threads=N,
-    alike=N,
-)
+STRUCTURES = _structures()
+NORM, LINEAR, RESIDUAL, BEST = (STRUCTURES[name] for name in ("Norm", "Linear", "Residual", "Best"))
+ATTENTION, FEEDFORWARD, BLOCK = (STRUCTURES[name] for name in ("Attention", "FeedForward", "Block"))
+VIEW, CALL = STRUCTURES["View"], STRUCTURES["Call"]

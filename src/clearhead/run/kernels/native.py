@@ -7,17 +7,18 @@ import ctypes
 import sys
 from array import array
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.core import masks, norms
+from clearhead.core import masks
 from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, CrossKeys, GrowingKeys, LayerKeys
-from clearhead.core.feedforward import ACTIVATIONS, FeedForward
-from clearhead.core.stack import Block, Memory, Residual, Stack
+from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.feedforward import ACTIVATIONS
+from clearhead.core.norms import LayerNorm, RMSNorm
+from clearhead.core.stack import Block, Inputs, LayerInputs, Memory, Residual, Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
 from clearhead.run.kernels.library import (
     ATTENTION,
@@ -28,45 +29,37 @@ from clearhead.run.kernels.library import (
     LINEAR,
     NORM,
     RESIDUAL,
+    STRUCTURES,
     VIEW,
     library,
 )
-from clearhead.run.kernels.parts import Direct
-from clearhead.run.kernels.training import OF_TRAINING, all_known
-from clearhead.run.quant.layers import QuantizedLinear, rounded_inputs
+from clearhead.run.kernels.parts import (
+    Direct,
+    is_known,
+    original,
+)
+from clearhead.run.kernels.training import OF_TRAINING
+from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, QuantizedWeight
 from clearhead.variants.caches import RingKeys
 
-MOST_ROWS = 64  # up to so many rows our product is quicker than the plain one, on any processor
+MOST_ROWS = 64  # up to so many rows our matmul is quicker than the plain one, on any processor
 WIDE = 64  # where it is for any number of rows, it is so with layers of so many outputs
 
-NORM_KINDS = {norms.LayerNorm: 1, norms.RMSNorm: 2}
+LAYER_FIELDS = len(STRUCTURES["Layer"]._fields_)
+NO_NORM = NORM()
+NORM_KINDS: dict[type[nn.Module], int] = {LayerNorm: 1, RMSNorm: 2}
 ACTIVATION_NUMBERS = {function: number for number, function in enumerate(ACTIVATIONS.values())}
 ACTIVATION_NUMBERS |= {new: ACTIVATION_NUMBERS[old] for new, old in OF_TRAINING.items()}
 
-# All that a structure says, by class and attribute. A block with anything more keeps its own forward.
-KNOWN: dict[type[nn.Module], set[str]] = {
-    Block: {"attention", "cross", "feedforward", "parallel"}
-    | {"attention_residual", "cross_residual", "feedforward_residual"},
-    Residual: {"before", "inside", "after", "scale", "dropout", "skip"},
-    norms.LayerNorm: {"weight", "bias", "eps", "unit_offset"},
-    norms.RMSNorm: {"weight", "eps", "unit_offset"},
-    Attention: {"q", "k", "v", "out", "q_norm", "k_norm", "sink", "heads", "pruned", "n_heads", "n_kv_heads"}
-    | {"d_head", "d_value", "scale", "softcap", "layout", "norm_over", "dropout", "kernel"},
-    FeedForward: {"gate", "up", "down", "activation", "dropout"},
-    nn.Linear: {"weight", "bias", "in_features", "out_features"},
-    QuantizedLinear: {"codes", "scales", "offsets", "smooth", "bias", "place", "grid"}
-    | {"in_features", "out_features"},
-}
-
 
 def suits_native(block: Block) -> bool:
-    """Return True if `step.c` computes all that this block does."""
-    feedforward = block.feedforward
-    return (
-        all_known(block, KNOWN)
-        and isinstance(feedforward, FeedForward)
-        and feedforward.activation in ACTIVATION_NUMBERS
-    )
+    """Return True if `step.c` computes all that a block does."""
+    return is_known(block) and block.feedforward.activation in ACTIVATION_NUMBERS
+
+
+def suits_stack(stack: Stack) -> bool:
+    """Return True if `NativeStack` does all that this stack does, around its blocks."""
+    return is_known(stack, Stack) and (stack.norm is None or is_known(stack.norm))
 
 
 class Pointers:
@@ -82,11 +75,11 @@ class Pointers:
         self.kept.append(tensor.detach().contiguous())
         return self.kept[-1].data_ptr()
 
-    def norm(self, norm: nn.Module | None) -> Any:
+    def norm(self, norm: Any) -> Any:
         """Describe a norm, or that there is none."""
-        if not isinstance(norm, norms.Norm):
+        if norm is None:
             return NORM()
-        kind = next(number for base, number in NORM_KINDS.items() if isinstance(norm, base))
+        kind = NORM_KINDS[original(norm)]
         return NORM(self.at(norm.weight), self.at(norm.bias), kind, norm.unit_offset, norm.eps)
 
     def linear(self, layer: Any) -> Any:
@@ -94,10 +87,12 @@ class Pointers:
         if layer is None:
             return LINEAR()
         sizes = layer.out_features, layer.in_features
-        if not isinstance(layer, QuantizedLinear):
+        if not isinstance(layer, QuantizedWeight):
             return LINEAR(self.at(layer.weight), self.at(layer.bias), *sizes)
         parts = map(self.at, (layer.codes, layer.scales, layer.offsets, layer.smooth))
-        return LINEAR(None, self.at(layer.bias), *sizes, *parts, layer.grid.bits, layer.grid.group)
+        bias = self.at(getattr(layer, "bias", None))  # a table has none
+        twice = getattr(layer, "twice", False)  # a table has none
+        return LINEAR(None, bias, *sizes, *parts, layer.grid.bits, layer.grid.group, twice)
 
     def residual(self, residual: Residual | None) -> Any:
         """Describe a residual, or that there is none."""
@@ -106,7 +101,7 @@ class Pointers:
         places = (residual.before, residual.inside, residual.after)
         return RESIDUAL(*map(self.norm, places), residual.scale)
 
-    def attention(self, part: Any) -> Any:
+    def attention(self, part: Attention | None) -> Any:
         """Describe an attention, or that there is none."""
         if part is None:
             return ATTENTION()
@@ -127,7 +122,7 @@ class Pointers:
 
     def block(self, block: Block) -> Any:
         """Describe a block."""
-        feedforward = cast(FeedForward, block.feedforward)
+        feedforward = block.feedforward
         layers = (feedforward.gate, feedforward.up, feedforward.down)
         return BLOCK(
             self.attention(block.attention),
@@ -139,7 +134,24 @@ class Pointers:
         )
 
 
-class NativeLinear(Direct):
+class Described(Direct):
+    """A part that `step.c` computes. It is described when it is first used."""
+
+    described: tuple[Pointers, Any] | None = None
+
+    def fields(self) -> Any:
+        """Return the structure that describes this part."""
+        if self.described is None:
+            pointers = Pointers()
+            self.described = pointers, self.describe(pointers)
+        return self.described[1]
+
+    def describe(self, pointers: Pointers) -> Any:
+        """Describe this part, a linear layer or a table."""
+        return pointers.linear(self)
+
+
+class NativeLinear(Described):
     """A linear layer that takes a few rows through `step.c`, from the model's own weight.
 
     `alike`: any number of rows, each added up in the same order.
@@ -151,8 +163,7 @@ class NativeLinear(Direct):
         super().__init__()
         self.weight, self.bias = layer.weight.detach(), None if layer.bias is None else layer.bias.detach()
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.pointers = Pointers()
-        self.fields, found = self.pointers.linear(self), library()
+        found = library()
         any_rows = found is not None and found.clearhead_any_rows() and self.out_features >= WIDE
         self.most_rows = sys.maxsize if any_rows else MOST_ROWS
 
@@ -161,46 +172,48 @@ class NativeLinear(Direct):
         rows = x.numel() // self.in_features
         if not (rows > 0 and (self.alike or rows <= self.most_rows)) or not plain(x):
             return nnf.linear(x, self.weight, self.bias)
-        return native_linear(self.fields, x, self.out_features, self.alike)
+        return native_linear(self.fields(), x, self.out_features, self.alike)
 
 
-class NativeQuantized(Direct, QuantizedLinear):
-    """A linear layer of few bits whose product is that of `quantized.h`, for any number of rows.
+class NativeQuantized(Described, QuantizedLinear):
+    """A quantized linear layer whose matmul is that of `quantized.h`, for any number of rows.
 
     It rounds its inputs, which the layer itself does not. That each row has the same arithmetic in whatever
     batch it comes is why many rows take this way too.
+
+    Of a model with routers, what one matmul rounds away from its inputs goes through a second (`twice`), so
+    that they have about 16 bits. A router takes the largest of its scores: a small error below it may send a
+    token another way.
     """
 
-    described: tuple[Pointers, Any] | None = None
+    twice = False
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
-        if not x.numel() or not plain(x):
+        if not plain(x):
             return super().forward(x)
-        if self.described is None:
-            pointers = Pointers()
-            self.described = pointers, pointers.linear(self)
-        return native_linear(self.described[1], x, self.out_features)
+        if not x.numel():  # an expert that no token chose: its weight is not spelled out for that
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        return native_linear(self.fields(), x, self.out_features)
 
 
-class NativeQuantizedTwice(NativeQuantized):
-    """The same for a model with routers: what one product rounds away from its inputs goes through a second.
+class NativeTable(Described, QuantizedTable):
+    """A token table of few bits whose rows are spelled out by `quantized.h`: the same numbers in one step."""
 
-    A router takes the largest of its scores, so that a small error below it may send a token another way.
-    Inputs have about 16 bits so, and tokens go where the model itself sends them.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., N]."""
-        product = super().forward(x)
-        if not x.numel() or not plain(x):
-            return product
-        left = super().forward(x - rounded_inputs(self, x))
-        return product + (left if self.bias is None else left - self.bias)
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., D]."""
+        found = library()
+        if found is None or ids.dtype != torch.long or torch.compiler.is_compiling():
+            return super().forward(ids)
+        ids, out = ids.contiguous(), torch.empty(*ids.shape, self.in_features, dtype=torch.float32)
+        places = (ctypes.addressof(self.fields()), ids.data_ptr(), ids.numel(), out.data_ptr())
+        if found.clearhead_rows(*places):
+            raise IndexError(f"ids contain one outside of the table's {self.out_features} rows")
+        return out
 
 
 def native_linear(fields: Any, x: Tensor, width: int, alike: bool = False) -> Tensor:
-    """Return the product of `step.c` with the layer that `fields` describes: [..., D] -> [..., N]."""
+    """Return the matmul of `step.c` with the layer that `fields` describes: [..., D] -> [..., N]."""
     x, found = x.contiguous(), library()
     assert found is not None
     out = x.new_empty(*x.shape[:-1], width)
@@ -211,14 +224,14 @@ def native_linear(fields: Any, x: Tensor, width: int, alike: bool = False) -> Te
     return out
 
 
-def run(x: Tensor, first: Any, layers: list[tuple[int, ...]]) -> Tensor:
-    """Take rows [B, 1, D] through layers; `first` is the call of the first one."""
+def run(x: Tensor, first: Any, layers: "array[int]", last: Any = None) -> Tensor:
+    """Take rows [B, 1, D] through layers, `first` the call of the first one, and through the `last` norm."""
     x, found = x.contiguous(), library()
     assert found is not None
     out = torch.empty_like(x)
     first.x, first.out = x.data_ptr(), out.data_ptr()
-    fields = array("Q", chain.from_iterable(layers))
-    if found.clearhead_blocks(fields.buffer_info()[0], len(layers)):
+    norm = NO_NORM if last is None else last
+    if found.clearhead_blocks(layers.buffer_info()[0], len(layers) // LAYER_FIELDS, ctypes.addressof(norm)):
         raise MemoryError("no memory for the values of one token")
     return out
 
@@ -233,48 +246,32 @@ def plain(x: Tensor) -> bool:
     )
 
 
-class NativeBlock(Direct, Block):
-    """A block of `KNOWN` parts: `step.c` takes one token with a cache, and `Block` takes all else."""
+class NativeBlock(Described, Block):
+    """A block that suits `step.c`, which takes one token with a cache; `Block` takes all else."""
 
-    described: tuple[Pointers, Any] | None = None
+    made_of: tuple[Block]  # a tuple, so that it is no part of this one
     alike = False  # add up each row in the same order, whatever the number of rows
     most_rows = MOST_ROWS
 
-    def forward(
-        self,
-        x: Tensor,
-        view: masks.View,
-        memory: Tensor | None = None,
-        cross_view: masks.View | None = None,
-        keys: LayerKeys | None = None,
-        cross_keys: CrossKeys | None = None,
-        tap: Tap = SILENT,
-    ) -> Tensor:
+    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         suits = x.shape[1] == 1 and tap is SILENT and plain(x)
-        call = self.call(x, view, cross_view, keys, cross_keys) if suits else None
+        call = self.call(x, reads) if suits else None
         if call is None:
-            return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
-        return run(x, call, [self.layer(call, keys, cross_keys)])
+            return super().forward(x, reads, tap)
+        return run(x, call, array("Q", self.layer(call, reads.keys, reads.cross_keys)))
 
-    def call(
-        self,
-        x: Tensor,
-        view: masks.View,
-        cross_view: masks.View | None,
-        keys: LayerKeys | None,
-        cross_keys: CrossKeys | None,
-    ) -> Any:
+    def call(self, x: Tensor, reads: LayerInputs) -> Any:
         """Describe a step of rows [B, 1, D] through layers of this view; None where `step.c` does not suit.
 
         The structure points to tensors that the view and the caches keep.
         """
         rows = x.shape[0]
-        own = self._own(view, keys, rows) if rows <= self.most_rows else None
-        source = self._source(cross_view, cross_keys, rows) if own is not None else None
+        own = self._own(reads.view, reads.keys, rows) if rows <= self.most_rows else None
+        source = self._source(reads.cross_view, reads.cross_keys, rows) if own is not None else None
         if own is None or source is None:
             return None
-        (seen, *slot), rotary = own, view.rotary
+        (seen, *slot), rotary = own, reads.view.rotary
         turns: tuple[int | None, ...] = (None, None, 0, 0)
         cos = sin = None
         if rotary is not None:
@@ -285,18 +282,19 @@ class NativeBlock(Direct, Block):
         made.kept = cos, sin  # for as long as the structure points to them
         return made
 
+    def describe(self, pointers: Pointers) -> Any:
+        """Describe the model's block: its weights are those of this one."""
+        return pointers.block(self.made_of[0])
+
     def layer(self, call: Any, keys: Any, cross_keys: Any) -> tuple[int, ...]:
         """Return the fields of a layer: this block with its keys, which lie as those of the call."""
-        if self.described is None:
-            pointers = Pointers()
-            self.described = pointers, pointers.block(self)
         source = (0, 0) if self.cross is None else (cross_keys.k.data_ptr(), cross_keys.v.data_ptr())
-        places = ctypes.addressof(self.described[1]), ctypes.addressof(call)
+        places = ctypes.addressof(self.fields()), ctypes.addressof(call)
         return (*places, keys.k.data_ptr(), keys.v.data_ptr(), *source)
 
     def _own(self, view: masks.View, keys: LayerKeys | None, rows: int) -> tuple[Any, ...] | None:
         """Describe the keys of the text, and the slots of the new ones; None where `step.c` does not suit."""
-        if not isinstance(keys, GrowingKeys | RingKeys) or type(keys) not in (GrowingKeys, RingKeys):
+        if keys is None or type(keys) not in (LayerKeys, RingKeys):
             return None  # caches that compute otherwise have keys of their own
         if keys.k is None or keys.v is None or view.causal:
             return None
@@ -307,6 +305,8 @@ class NativeBlock(Direct, Block):
         ):
             return None
         if isinstance(keys, RingKeys):
+            if keys.stream is not None:
+                return None
             slots = keys.cache.slots[keys.kind]
             seen = _seen(keys.k, keys.v, keys.k.shape[2], view, rows) if view.mask is not None else None
             return None if seen is None else (seen, 0, slots.data_ptr(), _stride(slots, 0))
@@ -314,7 +314,7 @@ class NativeBlock(Direct, Block):
         seen = _seen(keys.k, keys.v, slot + 1, view, rows) if slot < keys.k.shape[2] else None
         return None if seen is None else (seen, slot, None, 0)
 
-    def _source(self, view: masks.View | None, keys: CrossKeys | None, rows: int) -> Any:
+    def _source(self, view: masks.View | None, keys: LayerKeys | None, rows: int) -> Any:
         """Describe the keys of the source, or that there is none; None where `step.c` does not suit."""
         if self.cross is None:
             return VIEW(shared_by=1)
@@ -355,65 +355,56 @@ def _seen(k: Tensor, v: Tensor, slots: int, view: masks.View, rows: int) -> Any:
 # Whole stacks -----------------------------------------------------------------------------------------------
 
 
-TOGETHER = 256  # tokens of a source that keep a product busy
+TOGETHER = 256  # tokens of a source that keep a matmul busy
 WORTH = 0.9  # rows of a source are read in groups where so much of what padding makes of them is left
 
 
-class NativeStack(Direct, Stack):
+class NativeStack(Described, Stack):
     """A stack of blocks that `suits_native`: one call takes a step through all of them."""
 
     def forward(
         self,
-        inputs: Tensor,
+        inputs: Inputs,
         tokens: masks.Tokens,
         memory: Memory | None = None,
         cache: Cache | None = None,
-        types: Tensor | None = None,
-        prefix: Tensor | None = None,
-        bias: Tensor | None = None,
-        input_mask: Tensor | None = None,
-        global_mask: Tensor | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
         blocks = self.layers()
         native = all(isinstance(block, NativeBlock) and not block.attention.pruned for block in blocks)
-        more = (types, prefix, bias, input_mask, global_mask, tap)
-        bare = cache is None and memory is None and all(given is None or given is SILENT for given in more)
-        if bare and native and (groups := self.groups(inputs, tokens)):
-            return self._by_groups(inputs, tokens, groups)
+        more = (cache, memory, inputs.types, inputs.prefix, inputs.bias, inputs.global_mask)
+        bare = tap is SILENT and all(extra is None for extra in more)
+        if bare and native and (groups := self.groups(inputs.ids, tokens)):
+            return self._by_groups(inputs.ids, tokens, groups)
         if cache is None or tokens.length != 1 or tap is not SILENT or not native:
-            return super().forward(inputs, tokens, memory, cache, *more)
+            return super().forward(inputs, tokens, memory, cache, tap)
 
         def place() -> Tensor | None:
             return self.positions.embed(tokens.positions, self.dtype)
 
-        x: Tensor = self.embedding(inputs, types, place, input_mask)  # B 1 D
+        x: Tensor = self.embedding(inputs.ids, inputs.types, place, inputs.mask)  # B 1 D
         cache.begin(tokens)
-        given = (prefix, bias, x.dtype, tap, inputs, global_mask)
-        views = self._views(self.spec.whole_kinds, tokens, cache, *given)
-        cross_view = None if memory is None else self.cross_view(tokens, memory.tokens, x.shape[0])
-        steps = []
-        for layer, kind in enumerate(self.spec.kinds):
-            view = views[kind].unrotated() if layer in self.spec.rope_skips else views[kind]
-            cross_keys = None if memory is None else cache.cross_layer(layer)
-            steps.append((view, cross_view, cache.layer(layer, kind), cross_keys))
-        found = through(x, blocks, steps) if plain(x) else None
+        steps = self.reads(blocks, StackCall(inputs, tokens, cache, x.dtype), memory)
+        found = through(x, blocks, steps, self.fields()) if plain(x) else None
         if found is None:
-            found = x
-            for block, (view, other, keys, cross_keys) in zip(blocks, steps):
-                found = block(found, view, memory and memory.hidden, other, keys, cross_keys)
+            for block, reads in zip(blocks, steps):
+                x = block(x, reads)
+            found = x if self.norm is None else self.norm(x)
         cache.advance()
-        return found if self.norm is None else self.norm(found)
+        return found
+
+    def describe(self, pointers: Pointers) -> Any:
+        """Describe the norm after the last block, or that there is none."""
+        return pointers.norm(self.norm)
 
     def groups(self, inputs: Tensor, tokens: masks.Tokens) -> list[tuple[Tensor, int]]:
         """Return rows of a source [B, T] by like length: their places and the longest's length.
 
         For rows that end in padding, of a stack whose states there nobody reads; none where it saves little.
         """
-        real, scaling = tokens.real, self.spec.rope_scaling
-        turns = scaling is not None and scaling.kind in ("dynamic", "longrope")  # by the length of a call
-        if not self.spec.prefix or turns or real is None or real.shape != inputs.shape:
+        real = tokens.real
+        if not self.spec.prefix or self.spec.rotates_by_length or real is None or real.shape != inputs.shape:
             return []
         if tokens.documents is not None or torch.compiler.is_compiling():
             return []
@@ -432,29 +423,29 @@ class NativeStack(Direct, Stack):
             def cut(x: Tensor, rows: Tensor = rows, most: int = most) -> Tensor:
                 return x[rows, :most] if len(x) > 1 else x[:, :most]
 
-            hidden[rows, :most] = super().forward(cut(inputs), tokens.map(cut))
+            hidden[rows, :most] = super().forward(Inputs(cut(inputs)), tokens.map(cut))
         return hidden
 
 
-def through(x: Tensor, blocks: list[Block], steps: list[Any]) -> Tensor | None:
-    """Take rows through blocks [B, 1, D] -> [B, 1, D]; None where `step.c` does not suit all of them.
+def through(x: Tensor, blocks: list[Block], steps: list[LayerInputs], last: Any) -> Tensor | None:
+    """Take rows [B, 1, D] through blocks and the `last` norm; None where `step.c` does not suit all of them.
 
-    Each step is (view, cross view, keys, cross keys). Layers of one view share the description of it, if
-    their keys lie alike.
+    Layers of one view share the description of it, if their keys lie alike.
     """
     calls: dict[Any, Any] = {}
     layers = []
-    for block, (view, cross_view, keys, cross_keys) in zip(blocks, steps):
-        assert isinstance(block, NativeBlock)
+    for block, reads in zip(blocks, steps):
+        keys = reads.keys
+        assert isinstance(block, NativeBlock) and keys is not None
         if keys.k is None or keys.v is None:
             return None
-        lie = (id(view), type(keys), keys.k.shape, keys.k.stride(), keys.v.stride())
+        lie = (id(reads.view), type(keys), keys.k.shape, keys.k.stride(), keys.v.stride())
         if lie not in calls:
-            calls[lie] = block.call(x, view, cross_view, keys, cross_keys)
+            calls[lie] = block.call(x, reads)
         if calls[lie] is None:
             return None
-        layers.append(block.layer(calls[lie], keys, cross_keys))
-    return run(x, calls[next(iter(calls))], layers)
+        layers.append(block.layer(calls[lie], keys, reads.cross_keys))
+    return run(x, calls[next(iter(calls))], array("Q", chain.from_iterable(layers)), last)
 
 
 # Top tokens -------------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """Parts built from other parts: the same parameters under the same names, with another `forward`.
 
 A replacement takes the place of the first part by ordinary assignment. The first part stays as it was, and
-can be put back. Those for inference are here: products joined into one, and weights packed for a few rows.
+can be put back. Those for inference are here: matmuls joined into one, and weights packed for a few rows.
+
+A replacement with arithmetic of its own knows the attributes that a part computes with (`KNOWN`). A part that
+has any other attribute, parameter or submodule keeps its own `forward`.
 
 Shapes: B batch, T length, D model or width in, N width out, H heads, K key/value heads, E head width,
 F feed-forward width.
@@ -9,16 +12,20 @@ F feed-forward width.
 
 import copy
 import functools
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as nnf
 from torch import Tensor, nn
 
-from clearhead.core import dtypes
+from clearhead.core import dtypes, norms
 from clearhead.core.attention import Attention
 from clearhead.core.feedforward import FeedForward
+from clearhead.core.stack import Block, Residual, Stack
+from clearhead.core.taps import SILENT, tap_for
+from clearhead.core.transformer import Output, Transformer
+from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable
 
 Kind = TypeVar("Kind", bound=nn.Module)
 
@@ -42,25 +49,72 @@ class Direct(nn.Module):
         """Run `forward`."""
         return self.forward(*inputs, **named)
 
-    def settle(self) -> None:
-        """Keep parameters and submodules as ordinary attributes too, found without a search."""
-        for name, value in (*self.named_parameters(recurse=False), *self.named_children()):
-            object.__setattr__(self, name, value)
+
+def settle(part: nn.Module) -> None:
+    """Keep parameters and submodules as ordinary attributes too, found without a search."""
+    if not isinstance(part, nn.ModuleList):
+        for name, value in (*part.named_parameters(recurse=False), *part.named_children()):
+            object.__setattr__(part, name, value)
 
 
-@functools.cache
-def direct(kind: Any) -> Any:
-    """Return a subclass of `kind`, a class of parts, that is `Direct`."""
-    return type(kind.__name__, (Direct, kind), {})
+def original(part: nn.Module) -> type[nn.Module]:
+    """Return the class that a replacement of training stands for; for other parts, their own class."""
+    return cast(type[nn.Module], getattr(type(part), "stands_for", type(part)))
 
 
-# One row reads each weight once, and packing gains nothing; for many rows the plain product packs by itself.
+# What fast paths know ---------------------------------------------------------------------------------------
+
+# The attributes that the parts of each class compute with.
+QUANTIZED = (*("codes", "scales", "offsets", "smooth", "place"), *("grid", "in_features", "out_features"))
+KNOWN: Mapping[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: ("weight", "bias", "in_features", "out_features", "matmul"),  # that of training
+    QuantizedLinear: (*QUANTIZED, "bias"),
+    QuantizedTable: (*QUANTIZED, "num_embeddings", "embedding_dim"),
+    norms.LayerNorm: ("weight", "bias", "eps", "unit_offset"),
+    norms.RMSNorm: ("weight", "eps", "unit_offset"),
+    Residual: ("before", "inside", "after", "scale", "dropout", "skip"),
+    Attention: (
+        *("q", "k", "v", "out", "q_norm", "k_norm", "sink"),
+        *("heads", "pruned", "n_heads", "n_kv_heads", "d_head", "d_value"),
+        *("scale", "softcap", "layout", "norm_over", "dropout", "kernel"),
+    ),
+    FeedForward: ("gate", "up", "down", "activation", "dropout"),
+    Block: (
+        *("attention", "attention_residual", "cross", "cross_residual"),
+        *("feedforward", "feedforward_residual", "parallel"),
+    ),
+    Stack: ("spec", "embedding", "positions", "blocks", "norm", "plan"),
+    Transformer: ("config", "encoder", "decoder", "head"),
+}
+WHOLES = (Stack, Transformer)  # whose parts may compute as they like
+
+
+def is_known(part: nn.Module, kind: type[nn.Module] | None = None) -> bool:
+    """Return True if a part is of this class, or of one in `KNOWN`, and has nothing that is not there."""
+    own = original(part)
+    if own not in KNOWN or (kind is not None and own is not kind) or not has_only(part, own, KNOWN[own]):
+        return False
+    return isinstance(part, WHOLES) or all(is_known(child) for child in part.children())
+
+
+def has_only(part: nn.Module, kind: type[nn.Module], names: Collection[str]) -> bool:
+    """Return True if a part is of this class and has no others of its attributes set than these."""
+    tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+    named = (*vars(part).items(), *tensors, *part.named_children())
+    has = {name for name, value in named if value is not None and value is not False and name[0] != "_"}
+    return original(part) is kind and has <= {*names, "training"}
+
+
+# Fused parts ------------------------------------------------------------------------------------------------
+
+# One row reads each weight once, and packing gains nothing; for many rows the plain matmul packs by itself.
 PACKED_ROWS = range(2, 65)
 
 
 class FusedAttention(Direct, Attention):
-    """Self-attention whose queries, keys and values come from one product."""
+    """Self-attention whose queries, keys and values come from one matmul."""
 
+    knows = (*KNOWN[Attention], "gate")
     qkv: nn.Module
     widths: list[int]
 
@@ -71,8 +125,9 @@ class FusedAttention(Direct, Attention):
 
 
 class FusedFeedForward(Direct, FeedForward):
-    """A gated feed-forward whose gate and up come from one product."""
+    """A gated feed-forward whose gate and up come from one matmul."""
 
+    knows = (*KNOWN[FeedForward], "clamp", "shift")
     both: nn.Module
     activation_name: str | None
 
@@ -80,6 +135,31 @@ class FusedFeedForward(Direct, FeedForward):
         """[B, T, D] -> [B, T, F] twice."""
         gate, up = self.both(x).chunk(2, dim=-1)
         return gate, up
+
+
+class DecodeModel(Direct, Transformer):
+    """A model that takes one token of each row further in a way of its own, where that suits."""
+
+    def forward(
+        self,
+        ids: Tensor,
+        *more: Any,
+        cache: Any = None,
+        logits: Literal["all", "last", "none"] = "all",
+        **named: Any,
+    ) -> Output:
+        """Run the model; see `Transformer.forward`."""
+        one_token = cache is not None and not more and not named and ids.ndim == 2 and ids.shape[1] == 1
+        plain = one_token and not torch.compiler.is_compiling() and tap_for(self) is SILENT
+        hidden = self.decoded(ids, cache) if plain else None
+        if hidden is None:
+            named |= {"logits": logits} if cache is None else {"logits": logits, "cache": cache}
+            return super().forward(ids, *more, **named)
+        return Output(None if logits == "none" else self.head(hidden, None), hidden)
+
+    def decoded(self, ids: Tensor, cache: Any) -> Tensor | None:
+        """Return the hidden states of one token of each row [B, 1, D]; None: the model takes its own way."""
+        raise NotImplementedError
 
 
 class JoinedLinear(nn.Linear):
@@ -116,7 +196,7 @@ def bias_of(layer: nn.Linear) -> Tensor:
 class PackedLinear(Direct):
     """A linear layer that keeps its weight a second time, laid out for a few rows at once.
 
-    The first product after a `refresh` that needs it looks through the weight, and packs it again where it
+    The first matmul after a `refresh` that needs it looks through the weight, and packs it again where it
     has changed.
     """
 
@@ -185,7 +265,7 @@ def _waves(width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @functools.cache
 def can_pack() -> bool:
-    """Return True if this build of PyTorch has the packed product and it agrees with the plain one."""
+    """Return True if this build of PyTorch has the packed matmul and it agrees with the plain one."""
     try:
         x = torch.linspace(-1, 1, 48, dtype=torch.float32, device="cpu").view(3, 16)
         layer = nn.Linear(16, 8, device="meta", dtype=torch.float32).to_empty(

@@ -6,7 +6,7 @@ kernels of `kernels` run, blocks that suit them take one token of each row throu
 Shapes: B batch, T length, D model, N width out.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from clearhead.core import masks, norms, positions
 from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, CrossKeys, LayerKeys
+from clearhead.core.cache import LayerKeys
 from clearhead.core.config.kinds import Full, Kind, Windowed
 from clearhead.core.feedforward import ACTIVATIONS, FeedForward
 from clearhead.core.heads import LanguageHead
 from clearhead.core.masks import View
 from clearhead.core.positions import Rotary
-from clearhead.core.stack import Block, Residual, Stack
-from clearhead.core.taps import SILENT, Tap, tap_for
-from clearhead.core.transformer import Output, Transformer
+from clearhead.core.stack import Block, LayerInputs, Stack, StackCall
+from clearhead.core.taps import SILENT, Tap
+from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.run.kernels import library
 from clearhead.run.kernels import native as in_c
-from clearhead.run.kernels.fixed_cache import FixedCache, FixedKeys, HeadConfig
+from clearhead.run.kernels.fixed_cache import FixedCache, FixedKeys, HeadConfig, MatmulConfig
 from clearhead.run.kernels.kernels import (
     MOST_ROWS,
     available,
@@ -37,17 +37,22 @@ from clearhead.run.kernels.kernels import (
     step_norm,
 )
 from clearhead.run.kernels.native import NativeStack
+from clearhead.run.kernels.native_model import NativeModel
 from clearhead.run.kernels.parts import (
+    DecodeModel,
     Direct,
     FusedAttention,
     FusedFeedForward,
     JoinedLinear,
     PackedLinear,
     can_pack,
-    direct,
+    has_only,
+    is_known,
     like,
+    original,
+    settle,
 )
-from clearhead.run.kernels.training import OF_TRAINING, all_known, original
+from clearhead.run.kernels.training import OF_TRAINING
 from clearhead.run.kernels.transpose import lay_out_rows
 from clearhead.run.quant.grid import Codes, laid
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable
@@ -66,7 +71,7 @@ def prepared(
     Matrices of the model that lie in columns, as GPT-2's files hold them, are laid out in rows first.
 
     `kernels`: let blocks that suit them take each token through the kernels of a step; None: where those run.
-    `native`: on a CPU, let products of a few rows and blocks that suit it go through `native`, where it runs.
+    `native`: on a CPU, let matmuls of a few rows and blocks that suit it go through `native`, where it runs.
     `then` takes each part of the copy, before the parts within it, and returns what stands in its place.
     """
     in_rows, weight = lay_out_rows(model), next(model.parameters())  # the order that kernels read
@@ -78,18 +83,24 @@ def prepared(
     kernels = available(weight) and in_rows if kernels is None else kernels
     native = native and in_rows
     plain = not kernels and weight.device.type == "cpu" and weight.dtype == torch.float32
-    compiled = plain and native and library.library() is not None
-    way = Way(kernels, compiled, packs=plain and not compiled and can_pack(), exact=_below_routers(model))
+    backend: Any = "kernels" if kernels else "torch"
+    if plain and native and library.library() is not None:
+        backend = "native"
+    elif plain and can_pack():
+        backend = "packed"
+    way = Way(backend, _below_routers(model))
     made: dict[nn.Module, nn.Module] = {}  # a part that occurs twice is built once
 
     def built(part: nn.Module) -> nn.Module:
         if part not in made:
             fast = part if isinstance(part, Direct) else _replacement(part, way)
             fast = made[part] = fast if then is None else then(fast)
+            for name, hooks in vars(fast).items():
+                if name.startswith(("_forward", "_backward")):
+                    hooks.clear()
             for name, child in list(fast.named_children()):
                 setattr(fast, name, built(child))
-            if isinstance(fast, Direct):
-                fast.settle()
+            settle(fast)
         return made[part]
 
     return cast(Transformer, built(model).eval())
@@ -98,64 +109,56 @@ def prepared(
 class Way(NamedTuple):
     """How the parts of a copy compute."""
 
-    kernels: bool
-    native: bool
-    packs: bool
+    backend: Literal["native", "kernels", "packed", "torch"]
     exact: frozenset[nn.Module]  # quantized layers whose rounded inputs could change what a router chooses
 
 
 def _below_routers(model: Transformer) -> frozenset[nn.Module]:
     """Return the quantized layers of stacks that route tokens, to experts or past layers."""
     stacks = [stack for stack in (model.encoder, model.decoder) if stack is not None]
-    routed = [one for one in stacks if any(isinstance(part, Experts | Router) for part in one.modules())]
+    routed = [it for it in stacks if any(isinstance(part, Experts | Router) for part in it.modules())]
     parts = (part for stack in routed for part in stack.modules())
     return frozenset(part for part in parts if isinstance(part, QuantizedLinear))
 
 
 def _replacement(part: nn.Module, way: Way) -> nn.Module:
     """Build what stands for a part; the parts within it are still those of the model, or fused from them."""
-    kind: Any = original(part)
-    if way.native and kind is nn.Linear:
-        return in_c.NativeLinear(cast(nn.Linear, part))
-    if way.native and kind is QuantizedLinear:
-        return like(part, in_c.NativeQuantizedTwice if part in way.exact else in_c.NativeQuantized)
-    if way.kernels and kind is QuantizedLinear:
-        return PackedQuantizedLinear(cast(QuantizedLinear, part))
-    if way.kernels and kind is QuantizedTable:
-        return PackedQuantizedTable(cast(QuantizedTable, part))
-    if way.packs and isinstance(part, nn.Linear):
-        return PackedLinear(part)
-    if way.kernels and kind is nn.Linear:
-        return like(part, StepLinear)
-    if way.native and kind is Stack:
-        return like(part, NativeStack)
-    if way.kernels and kind is Transformer:
-        return like(part, StepModel)
-    if way.kernels and isinstance(part, Stack):
-        return like(part, StepStack)
-    if way.kernels and kind is norms.RMSNorm:
-        return like(part, StepNorm)
-    if isinstance(part, Block) and way.native:
-        suits = in_c.suits_native(part) and way.exact.isdisjoint(part.modules())
-        return cast(nn.Module, like(part, in_c.NativeBlock if suits else direct(kind)))
+    kind = original(part)
     if isinstance(part, Block):
-        return _fused(part, StepBlock if way.kernels and suits_kernels(part) else direct(kind), way.kernels)
-    return cast(nn.Module, like(part, kind if kind is nn.ModuleList else direct(kind)))
+        return _block(part, way)
+    if way.backend == "packed" and kind is JoinedLinear:
+        return PackedLinear(cast(nn.Linear, part))
+    build = BUILDERS.get((way.backend, kind)) if is_known(part) else None
+    if build is None or (isinstance(part, Stack) and build is NativeStack and not in_c.suits_stack(part)):
+        return like(part, kind)
+    more = {"twice": True} if build is in_c.NativeQuantized and part in way.exact else {}
+    new: nn.Module = build(part) if build in MADE_ANEW else like(part, build, **more)
+    return new
 
 
-def _fused(block: Block, kind: type[Block], kernels: bool) -> Block:
+def _block(block: Block, way: Way) -> nn.Module:
+    """Build what stands for a block: one call of a kernel or of C where that suits, else fused parts."""
+    if way.backend != "native":
+        kernels = way.backend == "kernels"
+        return _fused(block, StepBlock if kernels and suits_kernels(block) else original(block), kernels)
+    if in_c.suits_native(block) and way.exact.isdisjoint(block.modules()):
+        return like(block, in_c.NativeBlock, made_of=(block,))
+    return like(block, original(block))
+
+
+def _fused(block: Block, kind: Any, kernels: bool) -> Block:
     """Build a block of class `kind` in which self-attention and a gated feed-forward are fused."""
-    attention, feedforward, new = block.attention, block.feedforward, like(block, kind)
-    if isinstance(attention, Attention) and original(attention) is Attention:
+    attention, feedforward = block.attention, block.feedforward
+    new: Block = like(block, kind)
+    if has_only(attention, Attention, FusedAttention.knows):
         layers = (attention.q, attention.k, attention.v)
         if join := joining(layers, kernels):
             widths = [layer.out_features for layer in layers]
             new.attention = like(
                 attention, FusedAttention, q=None, k=None, v=None, qkv=join(*layers), widths=widths
             )
-    gate = getattr(feedforward, "gate", None)
-    both = (gate, getattr(feedforward, "up", None))
-    if isinstance(feedforward, FeedForward) and gate is not None and (join := joining(both, kernels)):
+    both = (getattr(feedforward, "gate", None), getattr(feedforward, "up", None))
+    if has_only(feedforward, FeedForward, FusedFeedForward.knows) and (join := joining(both, kernels)):
         new.feedforward = like(
             feedforward,
             FusedFeedForward,
@@ -169,49 +172,56 @@ def _fused(block: Block, kind: type[Block], kernels: bool) -> Block:
 
 def joining(layers: Sequence[Any], kernels: bool) -> Callable[..., nn.Module] | None:
     """Return what makes one layer of these; None where they stay as they are."""
-    if all(isinstance(layer, nn.Linear) for layer in layers):
+    if not can_join(*layers):
+        return None
+    if original(layers[0]) is nn.Linear:
         return JoinedLinear
-    return PackedQuantizedLinear if kernels and can_join(*layers) else None
+    return PackedQuantizedLinear if kernels else None
 
 
-# All that the kernels compute, by class and attribute. A block with anything more, such as an option added
-# later, keeps its own forward.
-KNOWN: dict[type[nn.Module], set[str]] = {
-    Block: {"attention", "attention_residual", "feedforward", "feedforward_residual"},
-    Residual: {"before", "scale", "dropout", "skip"},
-    norms.RMSNorm: {"weight", "eps", "unit_offset"},
-    Attention: {"q", "k", "v", "out", "heads", "pruned", "n_heads", "n_kv_heads", "d_head", "d_value"}
-    | {"scale", "softcap", "layout", "norm_over", "dropout", "kernel", "q_norm", "k_norm"},
-    FeedForward: {"gate", "up", "down", "activation", "dropout"},
-    nn.Linear: {"weight", "bias", "in_features", "out_features"},
-    QuantizedLinear: {"codes", "scales", "offsets", "bias", "place", "grid", "in_features", "out_features"},
-}
 ACTIVATION_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 ACTIVATION_NAMES |= {new: ACTIVATION_NAMES[old] for new, old in OF_TRAINING.items()}
 
 
 def suits_kernels(block: Block) -> bool:
-    """Return True if the kernels of one step compute all that this block does."""
-    feedforward, residuals = block.feedforward, (block.attention_residual, block.feedforward_residual)
-    return (
-        all_known(block, KNOWN)
-        and all(residual.before is not None and residual.scale == 1 for residual in residuals)
-        and isinstance(feedforward, FeedForward)
-        and getattr(block.attention, "norm_over", "none") != "full"
-        and (feedforward.gate is None or feedforward.activation in ACTIVATION_NAMES)
-        and joining((block.attention.q, block.attention.k, block.attention.v), True) is not None
-        and (feedforward.gate is None or joining((feedforward.gate, feedforward.up), True) is not None)
-    )
+    """Return True if the kernels of one step compute all that a block does."""
+    if not is_known(block) or block.cross is not None or block.parallel:
+        return False
+    for residual in (block.attention_residual, block.feedforward_residual):
+        before_alone = residual.inside is None and residual.after is None and residual.scale == 1
+        if not isinstance(residual.before, norms.RMSNorm) or not before_alone:
+            return False
+    attention, feedforward = block.attention, block.feedforward
+    head_norms = [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
+    if attention.sink is not None or attention.norm_over == "full":
+        return False
+    if not all(isinstance(norm, norms.RMSNorm) for norm in head_norms):
+        return False
+    gate, up, activation = feedforward.gate, feedforward.up, feedforward.activation
+    if any(getattr(layer, "smooth", None) is not None for layer in (attention.out, up, feedforward.down)):
+        return False
+    gated = gate is None or (activation in ACTIVATION_NAMES and can_join(gate, up))
+    return gated and can_join(attention.q, attention.k, attention.v)
+
+
+def can_join(*layers: Any) -> bool:
+    """Return True if these layers can be one: quantized by one grid and with inputs as they come, or not."""
+    if any(layer is None or not is_known(layer) for layer in layers):
+        return False
+    if all(original(layer) is nn.Linear for layer in layers):
+        return True
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    alike = len({layer.grid for layer in quantized}) == 1 and all(layer.smooth is None for layer in quantized)
+    return len(quantized) == len(layers) and alike
 
 
 class StepStack(Direct, Stack):
     """A stack whose masks and angles are computed once for all layers, also by a compiler."""
 
-    def _views(
-        self, of: Iterable[Kind], tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
-    ) -> dict[Kind, masks.View]:
-        views = super()._views(of, tokens, cache, *more, **named)
-        if not isinstance(cache, FixedCache):
+    def views(self, kinds: tuple[Kind, ...], call: StackCall) -> dict[Kind, masks.View]:
+        """Return what the layers of each kind may see; see `Stack`."""
+        views = super().views(kinds, call)
+        if not isinstance(call.cache, FixedCache):
             return views
         return {
             kind: replace(
@@ -227,30 +237,21 @@ class StepStack(Direct, Stack):
 class StepBlock(Direct, Block):
     """A block that `suits_kernels`: they take one token with a fixed cache, and `Block` takes all else."""
 
-    def forward(
-        self,
-        x: Tensor,
-        view: masks.View,
-        memory: Tensor | None = None,
-        cross_view: masks.View | None = None,
-        keys: LayerKeys | None = None,
-        cross_keys: CrossKeys | None = None,
-        tap: Tap = SILENT,
-    ) -> Tensor:
+    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        suits = x.shape[1] == 1 and view.bias is None and tap is SILENT
-        z = self.attended(x, view, keys) if suits else None
+        suits = x.shape[1] == 1 and reads.view.bias is None and tap is SILENT
+        z = self.attended(x, reads.view, reads.keys) if suits else None
         if z is None:
-            return super().forward(x, view, memory, cross_view, keys, cross_keys, tap)
+            return super().forward(x, reads, tap)
         attention, feedforward = self.attention, self.feedforward
         assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
-        x = step_linear(z, *weights_of(attention.out), add=x)
+        x = _linear(z, attention.out, add=x)
         norm = self.feedforward_residual.before
         if isinstance(feedforward, FusedFeedForward):
             post = _normed(x, norm, feedforward.both, feedforward.activation_name)
         else:
             post = feedforward.activation(_normed(x, norm, feedforward.up))
-        return step_linear(post, *weights_of(feedforward.down), add=x)
+        return _linear(post, feedforward.down, add=x)
 
     def attended(self, x: Tensor, view: masks.View, keys: LayerKeys | None) -> Tensor | None:
         """Attend with one token of each row [B, 1, D] -> [B, 1, H·E]; None where the kernel does not suit."""
@@ -286,7 +287,7 @@ class StepLinear(Direct, nn.Linear):
         rows = x.numel() // self.in_features
         if torch.compiler.is_compiling() or not 0 < rows <= MOST_ROWS or not available(x):
             return super().forward(x)
-        y = step_linear(x.reshape(rows, 1, -1), self.weight, self.bias)
+        y = step_linear(x.reshape(rows, 1, -1), self.weight, MatmulConfig(self.bias))
         return y.view(*x.shape[:-1], self.out_features)
 
 
@@ -301,15 +302,14 @@ class StepNorm(Direct, norms.RMSNorm):
 def _normed(x: Tensor, norm: nn.Module | None, layer: nn.Module, gate: str | None = None) -> Tensor:
     """Apply a norm, a linear layer and a gate: [B, 1, D] -> [B, 1, N]."""
     assert isinstance(norm, norms.RMSNorm)
-    return step_linear(x, *weights_of(layer), norm.weight, norm.eps, norm.unit_offset, gate)
+    return _linear(x, layer, scale=norm.weight, eps=norm.eps, unit_offset=norm.unit_offset, gate=gate)
 
 
-def weights_of(layer: nn.Module) -> tuple[Tensor | Codes, Tensor | None]:
-    """Return the weight of a linear layer, of few bits or not, and its bias."""
-    if isinstance(layer, PackedQuantizedLinear):
-        return layer.codes, layer.bias
-    assert isinstance(layer, nn.Linear)
-    return layer.weight, layer.bias
+def _linear(x: Tensor, layer: nn.Module, **around: Any) -> Tensor:
+    """Apply a linear layer, quantized or not, with what its kernel does `around`: [B, 1, D] -> [B, 1, N]."""
+    assert isinstance(layer, PackedQuantizedLinear | nn.Linear)
+    weight = layer.codes if isinstance(layer, PackedQuantizedLinear) else layer.weight
+    return step_linear(x, weight, MatmulConfig(layer.bias, **around))
 
 
 def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, float, bool]:
@@ -323,18 +323,11 @@ def _head_norms(attention: Attention) -> tuple[Tensor | None, Tensor | None, flo
 # Quantized layers for a GPU ---------------------------------------------------------------------------------
 
 
-def can_join(*layers: nn.Module | None) -> bool:
-    """Return True if these layers can be one: of one grid, and with inputs as they come."""
-    few = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
-    alike = len({layer.grid for layer in few}) == 1 and not any(layer.smooth is not None for layer in few)
-    return len(few) == len(layers) and alike
-
-
 class PackedQuantizedLinear(Direct):
-    """A linear layer of few bits; of several, their outputs are concatenated.
+    """A quantized linear layer; of several, their outputs are concatenated.
 
     Up to `kernels.MOST_FEW` rows, codes become numbers in registers. For more, such as a prompt's, the weight
-    is made first, and the library's product is used.
+    is made first, and the library's matmul is used.
     """
 
     def __init__(self, *layers: QuantizedLinear) -> None:
@@ -347,7 +340,8 @@ class PackedQuantizedLinear(Direct):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
-        return step_linear(x if self.smooth is None else (x * self.smooth).to(x.dtype), self.codes, self.bias)
+        x = x if self.smooth is None else (x * self.smooth).to(x.dtype)
+        return step_linear(x, self.codes, MatmulConfig(self.bias))
 
 
 def _bias_of(layer: QuantizedLinear) -> Tensor:
@@ -357,7 +351,7 @@ def _bias_of(layer: QuantizedLinear) -> Tensor:
 
 
 def few_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return some rows of a weight of few bits: ids [n] -> [n, D]."""
+    """Return some rows of a quantized weight: ids [n] -> [n, D]."""
     if torch.compiler.is_compiling() or not (weight.words.is_cuda or available(weight.scales)):
         offsets = None if weight.offsets is None else weight.offsets[ids]
         chosen = Codes(weight.bits, weight.columns, weight.words[ids], weight.scales[ids], offsets)
@@ -368,7 +362,7 @@ def few_rows(weight: Codes, ids: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class PackedQuantizedTable(Direct):
-    """A token table of few bits."""
+    """A quantized token table."""
 
     def __init__(self, table: QuantizedTable) -> None:
         super().__init__()
@@ -388,21 +382,13 @@ class PackedQuantizedTable(Direct):
 # a step.
 
 
-class StepModel(Direct, Transformer):
+class StepModel(DecodeModel):
     """A model whose steps with a fixed cache do their bookkeeping in one kernel, where that suits."""
 
-    def forward(
-        self,
-        ids: Tensor,
-        *more: Any,
-        cache: Any = None,
-        logits: Literal["all", "last", "none"] = "all",
-        **named: Any,
-    ) -> Output:
-        """Run the model; see `Transformer.forward`."""
-        if more or named or not self._suits(ids, cache):
-            named |= {"logits": logits} if cache is None else {"logits": logits, "cache": cache}
-            return super().forward(ids, *more, **named)
+    def decoded(self, ids: Tensor, cache: Any) -> Tensor | None:
+        """Return the hidden states of one token of each row [B, 1, D]; None: the kernel does not suit."""
+        if not isinstance(cache, FixedCache) or not self._suits(cache):
+            return None
         stack, spec = self.main, self.main.spec
         cache.room_for(1)
         x = stack.embedding(ids, None, lambda: None, None, SILENT)  # B 1 D
@@ -411,29 +397,25 @@ class StepModel(Direct, Transformer):
             views[kind] = marked(cache, self._angles(cache, kind.reach), kind.reach or 0)
         for layer, (block, kind) in enumerate(zip(stack.layers(), spec.kinds)):
             view = views[kind]
-            turned = view.unrotated() if layer in spec.rope_skips else view
-            x = block(x, turned, keys=cache.layer(layer, kind))
+            view = view.unrotated() if layer in spec.rope_skips else view
+            x = block(x, LayerInputs(view, cache.layer(layer, kind)))
         cache.advance()
-        hidden = x if stack.norm is None else stack.norm(x)
-        return Output(None if logits == "none" else self.head(hidden, None), hidden)
+        return x if stack.norm is None else cast(Tensor, stack.norm(x))
 
-    def _suits(self, ids: Tensor, cache: object) -> bool:
+    def _suits(self, cache: FixedCache) -> bool:
         """Return True if one kernel computes what the model's own bookkeeping would."""
-        if torch.compiler.is_compiling() or not isinstance(cache, FixedCache) or self.encoder is not None:
-            return False
         spec, kinds = self.main.spec, self.main.spec.whole_kinds
-        plain = all(isinstance(kind, Full | Windowed) and not kind.kept_first for kind in kinds)
         return (
-            ids.shape[1] == 1
+            self.encoder is None
+            and isinstance(self.main, StepStack)
             and spec.input == "tokens"
             and spec.positions == "rope"
-            and plain
+            and all(isinstance(kind, Full | Windowed) and not kind.kept_first for kind in kinds)
             and len(kinds) == 1
             and all(block.router is None for block in self.main.layers())
             and isinstance(self.head, LanguageHead)
             and not cache.packed
             and available(next(self.parameters()))
-            and tap_for(self) is SILENT
         )
 
     def _angles(self, cache: FixedCache, reach: int | None) -> Rotary:
@@ -451,3 +433,21 @@ def marked(cache: FixedCache, angles: Rotary, reach: int) -> View:
 
     mask, rotary = triton_step.mark(cache, angles, reach)
     return View(mask=mask, rotary=rotary)
+
+
+# By backend and class: what stands for a part of which everything is known.
+BUILDERS: dict[tuple[str, type[nn.Module]], Any] = {
+    ("packed", nn.Linear): PackedLinear,
+    ("native", nn.Linear): in_c.NativeLinear,
+    ("native", QuantizedLinear): in_c.NativeQuantized,
+    ("native", QuantizedTable): in_c.NativeTable,
+    ("native", Stack): NativeStack,
+    ("native", Transformer): NativeModel,
+    ("kernels", nn.Linear): StepLinear,
+    ("kernels", QuantizedLinear): PackedQuantizedLinear,
+    ("kernels", QuantizedTable): PackedQuantizedTable,
+    ("kernels", norms.RMSNorm): StepNorm,
+    ("kernels", Stack): StepStack,
+    ("kernels", Transformer): StepModel,
+}
+MADE_ANEW = (PackedLinear, in_c.NativeLinear, PackedQuantizedLinear, PackedQuantizedTable)

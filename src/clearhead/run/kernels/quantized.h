@@ -29,6 +29,7 @@ typedef struct {
     float *scales, *sums;
     int32_t *starts;
     int64_t blocks;
+    float *rest; /* [B, D]: what rounding took away goes there; NULL: nowhere */
 } Rounded;
 
 static inline int64_t blocks_of(const Linear *linear) { return (linear->columns + BLOCK - 1) / BLOCK; }
@@ -41,7 +42,7 @@ static int64_t rounded_room(int64_t columns, int64_t batch) {
 static Rounded rounded_in(float *memory, const Linear *linear, int64_t batch) {
     int64_t blocks = blocks_of(linear), all = batch * blocks;
     float *scales = memory + all * BLOCK / 4;
-    return (Rounded){(int8_t *)memory, scales, scales + all, (int32_t *)(scales + 2 * all), blocks};
+    return (Rounded){(int8_t *)memory, scales, scales + all, (int32_t *)(scales + 2 * all), blocks, NULL};
 }
 
 /* Round the rows of x from `first` until `stop`; those of a smooth layer are multiplied first. */
@@ -72,6 +73,8 @@ static void round_rows(const Linear *linear, const float *x, int64_t first, int6
             to->scales[place] = most / 127 + odd;
             to->sums[place] = to->scales[place] * sum;
             to->starts[place] = -sum;
+            for (int64_t i = 0; to->rest && i < count; i++)
+                to->rest[b * D + at + i] = values[i] - to->scales[place] * to->codes[place * BLOCK + i];
         }
 }
 
@@ -217,6 +220,13 @@ ALWAYS Vector from_bfloat16(const uint16_t *const *tiles, int64_t place) {
 #endif
 }
 
+static inline float one_bfloat16(uint16_t number) {
+    uint32_t bits = (uint32_t)number << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 /* Tiles of a weight, the first from row n, `share` tiles from each other, with C rows of rounded inputs, from
 row b. */
 ALWAYS void rounded_tile(const int bits, const int C, const int offset, const Linear *linear, int64_t n,
@@ -292,4 +302,28 @@ static void rounded_product(const Linear *linear, const Rounded *x, int64_t batc
             int64_t count = batch - b < ACROSS_ROUNDED ? batch - b : ACROSS_ROUNDED;
             tiles[count - 1](linear, n, share, stop, x, b, y, stride);
         }
+}
+
+/* Some rows of a weight as numbers: y [count, D]; 1 where there is no such row. */
+int clearhead_rows(const Linear *linear, const int64_t *rows, int64_t count, float *y) {
+    const int64_t K = blocks_of(linear), D = linear->columns, width = BLOCK * linear->bits / 2;
+    const int64_t per = linear->group / BLOCK, G = (K + per - 1) / per;
+    for (int64_t i = 0; i < count; i++, y += D) {
+        if (rows[i] < 0 || rows[i] >= linear->rows) return 1;
+        const int64_t tile = rows[i] / 4, own = rows[i] % 4;
+        const uint8_t *codes = linear->codes + tile * K * width;
+        for (int64_t k = 0; k < K; k++, codes += width) {
+            const int64_t at = (tile * G + k / per) * 4 + own, left = D - k * BLOCK;
+            float scale = one_bfloat16(linear->scales[at]);
+            float offset = linear->offsets ? one_bfloat16(linear->offsets[at]) : 0;
+            for (int64_t d = 0; d < BLOCK && d < left; d++) {
+                int64_t place = d / 4 * 16 + own * 4 + d % 4;
+                int code = linear->bits == 8 ? (int8_t)codes[place] : codes[place % 64];
+                if (linear->bits == 4) code = (place < 64 ? code & 15 : code >> 4) - 8;
+                float value = code * scale + offset; /* a code times a scale is exact */
+                y[k * BLOCK + d] = linear->smooth ? value * linear->smooth[k * BLOCK + d] : value;
+            }
+        }
+    }
+    return 0;
 }

@@ -17,7 +17,7 @@ extern void GOMP_barrier(void);
 extern int omp_get_thread_num(void);
 extern int omp_get_num_threads(void);
 
-/* Filled in by `native.py`, whose structures have the same fields in the same order. */
+/* Filled in by `native.py`; `library.py` reads these declarations. */
 enum { NO_NORM, LAYER_NORM, RMS_NORM };
 typedef struct { const float *weight, *bias; int64_t kind, unit_offset; double eps; } Norm;
 typedef struct {
@@ -27,6 +27,7 @@ typedef struct {
     const uint16_t *scales, *offsets;
     const float *smooth;
     int64_t bits, group;
+    int64_t twice; /* 1: what rounding takes from the inputs goes through a second product */
 } Linear;
 typedef struct { Norm before, inside, after; double scale; } Residual;
 typedef struct {
@@ -432,6 +433,7 @@ static void activate(float *values, int64_t count, int64_t activation) {
 typedef struct {
     const Layer *layers;
     int64_t count;
+    const Norm *last;
     float *q, *k, *v, *z, *y, *gate, *up;
     float *own; /* `each` numbers for every thread by itself */
     int64_t each, slots;
@@ -540,13 +542,17 @@ static void blocks_work(void *data) {
     float *x = s->own + thread.number * s->each;
     memcpy(x, call->x, size * sizeof(float));
     for (int64_t i = 0; i < s->count; i++) layer_part(s, s->layers + i, x, thread);
-    if (thread.number == 0) memcpy(call->out, x, size * sizeof(float));
+    if (thread.number) return;
+    if (s->last->kind)
+        norm(s->last, x, call->out, call->batch, s->layers->block->width);
+    else
+        memcpy(call->out, x, size * sizeof(float));
 }
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-/* Take one token of each row through blocks, one after the other; 0, or 1 where memory ran out. */
-int clearhead_blocks(const Layer *layers, int64_t count) {
+/* Take one token of each row through blocks, one after the other, and the last norm; 0, or 1 where memory ran out. */
+int clearhead_blocks(const Layer *layers, int64_t count, const Norm *last) {
     const Call *call = layers->call;
     int64_t sizes[7] = {0}, slots = 0, room = 0, all = 0, width = layers->block->width;
     for (int64_t i = 0; i < count; i++) {
@@ -565,7 +571,8 @@ int clearhead_blocks(const Layer *layers, int64_t count) {
     for (int part = 0; part < 7; part++) all += sizes[part] = lines(sizes[part] * call->batch);
     float *memory = in_lines(all + call->threads * each), *next = memory;
     if (!memory) return 1;
-    Shared shared = {.layers = layers, .count = count, .own = memory + all, .each = each, .slots = slots};
+    Shared shared = {.layers = layers, .count = count, .last = last, .own = memory + all};
+    shared.each = each, shared.slots = slots;
     float **places[] = {&shared.q, &shared.k, &shared.v, &shared.z, &shared.y, &shared.gate, &shared.up};
     for (int part = 0; part < 7; next += sizes[part++]) *places[part] = next;
     GOMP_parallel(blocks_work, &shared, call->threads, 0);
@@ -595,10 +602,23 @@ static void linear_work(void *data) {
         wide_product(linear, p->x, p->memory, p->batch, p->y, rows, p->alike, thread);
         return;
     }
-    Rounded rounded = rounded_in(p->memory, linear, p->batch);
+    Rounded rounded = rounded_in(p->memory, linear, p->batch), rest;
+    Linear again = *linear; /* for the rest: it is multiplied by what smooths already */
+    again.bias = again.smooth = NULL;
+    if (linear->twice) {
+        rounded.rest = p->memory + lines(rounded_room(linear->columns, p->batch));
+        rest = rounded_in(rounded.rest + lines(p->batch * linear->columns), linear, p->batch);
+    }
     round_rows(linear, p->x, first, stop, &rounded);
+    if (linear->twice) round_rows(&again, rounded.rest, first, stop, &rest);
     GOMP_barrier();
-    rounded_product(linear, &rounded, p->batch, p->y, rows, from(rows, thread), until(rows, thread));
+    int64_t start = from(rows, thread), end = until(rows, thread);
+    rounded_product(linear, &rounded, p->batch, p->y, rows, start, end);
+    if (!linear->twice) return;
+    float *small = (float *)rest.codes + lines(rounded_room(linear->columns, p->batch));
+    rounded_product(&again, &rest, p->batch, small, rows, start, end);
+    for (int64_t b = 0; b < p->batch; b++)
+        for (int64_t n = start; n < end; n++) p->y[b * rows + n] += small[b * rows + n];
 }
 
 /* y [B, N] = x [B, D] Wᵀ + bias; 0, or 1 where memory ran out. */
@@ -606,7 +626,8 @@ int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t bat
                      int64_t alike) {
     Product job = {linear, x, y, batch, alike, NULL};
     if (linear->codes || (pays(batch) && !alike)) {
-        job.memory = in_lines(room_of(linear->columns, batch));
+        int64_t D = linear->columns, again = rounded_room(D, batch) + batch * (D + linear->rows);
+        job.memory = in_lines(room_of(D, batch) + (linear->twice ? again + 3 * 16 : 0)); /* in whole lines */
         if (!job.memory) return 1;
     }
     GOMP_parallel(linear_work, &job, threads, 0);

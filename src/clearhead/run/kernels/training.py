@@ -5,7 +5,7 @@ Shapes: D width in, N width out.
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -18,16 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from clearhead.core import dtypes, feedforward, stack
 from clearhead.core.attention import Attention
 from clearhead.core.transformer import Transformer
-from clearhead.run.kernels.parts import bias_of, like
+from clearhead.run.kernels.parts import bias_of, like, original
 from clearhead.variants.routing import Experts, Router
 
 Activation = Callable[[Tensor], Tensor]
 
-MANY = 512  # rows from which a product gains more than a transposed copy of its weight costs
+MANY = 512  # rows from which a matmul gains more than a transposed copy of its weight costs
 
 
 def join_projections(model: Transformer) -> None:
-    """Compute the three projections of each attention as one product, where all are plain linear layers."""
+    """Compute the three projections of each attention as one matmul, where all are plain linear layers."""
     for name, part in list(model.named_modules()):
         if type(part) is Attention and all(type(layer) is nn.Linear for layer in (part.q, part.k, part.v)):
             model.set_submodule(name, like(part, JoinedAttention))
@@ -58,7 +58,7 @@ class JoinedAttention(Attention):
         layers = (self.q, self.k, self.v)
         weight = torch.cat([layer.weight for layer in layers])
         bias = None if self.q.bias is None else torch.cat([bias_of(layer) for layer in layers])
-        linear = getattr(self.q, "product", nnf.linear)
+        linear = getattr(self.q, "matmul", nnf.linear)
         q, k, v = torch.split(linear(x, weight, bias), [layer.out_features for layer in layers], dim=-1)
         return q, k, v
 
@@ -68,6 +68,17 @@ def recompute(model: Transformer) -> None:
     for name, part in list(model.named_modules()):
         if type(part) is stack.Block:
             model.set_submodule(name, like(part, RecomputedBlock))
+
+
+class TrainedLinear(nn.Linear):
+    """A linear layer for training whose matmul is another function of x, weight and bias."""
+
+    stands_for = nn.Linear
+    matmul: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., N]."""
+        return self.matmul(x, self.weight, self.bias)
 
 
 class RecomputedBlock(stack.Block):
@@ -80,34 +91,16 @@ class RecomputedBlock(stack.Block):
         return cast(Tensor, checkpoint(super().forward, *inputs, use_reentrant=False, **named))
 
 
-def original(part: nn.Module) -> type[nn.Module]:
-    """Return the class that a replacement stands for; for other parts, their own class."""
-    return cast(type[nn.Module], getattr(type(part), "stands_for", type(part)))
-
-
 def block_linears(model: Transformer) -> dict[str, nn.Linear]:
     """Return the linear layers of blocks by their names, without routers, which are small and decide much."""
     mixtures = [part for part in model.modules() if isinstance(part, Experts)]
-    routers: set[nn.Module | None] = {one for part in mixtures for one in (part.router, part.shared_gate)}
+    routers: set[nn.Module | None] = {layer for part in mixtures for layer in (part.router, part.shared_gate)}
     routers |= {part.score for part in model.modules() if isinstance(part, Router)}
     return {
         name: cast(nn.Linear, part)
         for name, part in model.named_modules()
         if original(part) is nn.Linear and part not in routers and ".blocks." in f".{name}"
     }
-
-
-def all_known(part: nn.Module, known: Mapping[type[nn.Module], set[str]]) -> bool:
-    """Return True if the parts within this one have no more than the attributes that are known of each."""
-    return all(_features(one) <= known.get(original(one), set()) for one in part.modules())
-
-
-def _features(part: nn.Module) -> set[str]:
-    """Name the parameters and submodules of a part, and its options that are neither None nor False."""
-    tensors = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
-    named = (*vars(part).items(), *tensors, *part.named_children())
-    given = {name for name, value in named if value is not None and value is not False and name[0] != "_"}
-    return given - {"training"}
 
 
 # Compiled code ------------------------------------------------------------------------------------------
@@ -136,7 +129,7 @@ def suit_narrow(model: Transformer) -> None:
     """Let linear layers and GELUs compute in the ways that are fast on CPUs with narrow vectors."""
     for name, part in list(model.named_modules()):
         if type(part) is nn.Linear:
-            model.set_submodule(name, like(part, NarrowLinear))
+            model.set_submodule(name, like(part, TrainedLinear, matmul=narrow_linear))
         elif isinstance(part, feedforward.FeedForward):
             part.activation = NARROW_ACTIVATIONS.get(part.activation, part.activation)
 
@@ -152,19 +145,8 @@ def narrow_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return cast(Tensor, _NarrowProduct.apply(x, weight, bias))  # type: ignore[no-untyped-call]
 
 
-class NarrowLinear(nn.Linear):
-    """A linear layer for training on CPUs with narrow vectors; see `narrow_linear`."""
-
-    stands_for = nn.Linear
-    product = staticmethod(narrow_linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] -> [..., N]."""
-        return narrow_linear(x, self.weight, self.bias)
-
-
 class _NarrowProduct(torch.autograd.Function):
-    """Products in which neither matrix is transposed; the gradient of a bias is a product too, not a sum."""
+    """Matmuls in which neither matrix is transposed; the gradient of a bias is a matmul too, not a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

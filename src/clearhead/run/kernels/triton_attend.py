@@ -17,7 +17,7 @@ from clearhead.run.kernels.triton_step import Tile, counters, follow, launched, 
 
 
 @triton.jit
-def _turned(
+def _rotated(
     start, e, E: tl.constexpr, cos, sin, R: tl.constexpr, LAYOUT: tl.constexpr, within, norm, eps,
     NORM: tl.constexpr, UNIT: tl.constexpr, AXIS: tl.constexpr,
 ):  # fmt: skip
@@ -50,7 +50,7 @@ def _capped(scores, softcap, CAP: tl.constexpr):
 
 
 @triton.jit
-def _own(
+def _with_new_token(
     row, head, key_to, value_to, q, e, ev, cos, sin, k_norm, eps, scale, softcap, keeps,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, CAP: tl.constexpr,
@@ -58,7 +58,7 @@ def _own(
     """The softmax of the part that `keeps` the new token's key and value, and so far sees nothing else."""
     kind = key_to.dtype.element_ty
     key_at = row + (H + head) * E
-    new_k = _turned(key_at, e, E, cos, sin, R, LAYOUT, e < E, k_norm, eps, NORM, UNIT, 0).to(kind)
+    new_k = _rotated(key_at, e, E, cos, sin, R, LAYOUT, e < E, k_norm, eps, NORM, UNIT, 0).to(kind)
     new_v = tl.load(row + (H + K) * E + head * EV + ev, mask=ev < EV, other=0.0).to(kind)
     tl.store(key_to + e, new_k, mask=(e < E) & keeps)
     tl.store(value_to + ev, new_v, mask=(ev < EV) & keeps)
@@ -170,10 +170,10 @@ def _attend_kernel(
     kind = keys.dtype.element_ty
     in_group = (g < G)[:, None] & (e < E)[None, :]
     heads_at = row + (head * G + g)[:, None] * E
-    q = _turned(
+    q = _rotated(
         heads_at, e[None, :], E, cos, sin, R, LAYOUT, in_group, q_norm, eps, NORM, UNIT, 1
     ).to(kind)  # fmt: skip
-    best, weight, total = _own(
+    best, weight, total = _with_new_token(
         row, head, keys + filled * E, values + filled * EV, q, e, ev, cos, sin, k_norm, eps, scale,
         softcap, split == 0, H, K, E, EV, R, LAYOUT, NORM, UNIT, CAP,
     )  # fmt: skip
@@ -264,14 +264,14 @@ def _paged_kernel(
     kind = keys.dtype.element_ty
     in_group = (g < G)[:, None] & (e < E)[None, :]
     heads_at = row + (head * G + g)[:, None] * E
-    q = _turned(
+    q = _rotated(
         heads_at, e[None, :], E, cos, sin, R, LAYOUT, in_group, q_norm, eps, NORM, UNIT, 1
     ).to(kind)  # fmt: skip
     keys += head.to(tl.int64) * S * E
     values += head.to(tl.int64) * S * EV
 
     slot = tl.load(table + filled // SIZE).to(tl.int64) * SIZE + filled % SIZE
-    best, weight, total = _own(
+    best, weight, total = _with_new_token(
         row, head, keys + slot * E, values + slot * EV, q, e, ev, cos, sin, k_norm, eps, scale,
         softcap, split == 0, H, K, E, EV, R, LAYOUT, NORM, UNIT, CAP,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A row or a few, one after another, times a weight of few bits, with norm, gate and residual, in Triton.
+"""A row or a few, one after another, times a quantized weight, with norm, gate and residual, in Triton.
 
 Imported only where Triton is.
 
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clearhead.run.kernels.fixed_cache import MatmulConfig
 from clearhead.run.kernels.triton_step import (
     ACTIVATION_NUMBERS,
     Tile,
@@ -205,7 +206,7 @@ def _codes_kernel(
 
 
 def tile_for(rows: int, units: int, bits: int, gated: bool, processors: int) -> Tile:
-    """How a product of a weight of few bits with one row is cut up, as was measured."""
+    """How a matmul of a quantized weight with one row is cut up, as was measured."""
     if gated:
         n, k, warps = 8, 32 if bits == 4 else 64, 2
     elif bits == 8:
@@ -219,29 +220,22 @@ def tile_for(rows: int, units: int, bits: int, gated: bool, processors: int) -> 
     return Tile(n, min(k, triton.next_power_of_2(units)), warps)
 
 
-def linear(
-    x: Tensor,
-    weight: Codes,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    gate: str | None,
-    add: Tensor | None,
-    tile: Tile | None = None,
-) -> Tensor:
+def linear(x: Tensor, weight: Codes, form: MatmulConfig, tile: Tile | None = None) -> Tensor:
     """Take a few rows; see `kernels.step_linear`."""
+    bias, scale, eps, unit_offset, gate, add = form
     D, N, width = x.shape[-1], len(weight.words) // (1 if gate is None else 2), weight.words.shape[1]
     out = x.new_empty(*x.shape[:-1], N)
     tile = tile or tile_for(N, width // 4, weight.bits, gate is not None, processors(x.device))
     x = x.contiguous()
     paired = D % 2 == 0 and all(
-        one.dtype == torch.bfloat16 and one.data_ptr() % 4 == 0 for one in (x, scale) if one is not None
+        tensor.dtype == torch.bfloat16 and tensor.data_ptr() % 4 == 0
+        for tensor in (x, scale)
+        if tensor is not None
     )
     given = (weight.offsets, scale, bias, None if add is None else add.contiguous())
     _codes_kernel[(triton.cdiv(N, tile.n),)](
         x, weight.words, weight.scales,
-        *(weight.scales if one is None else one for one in given),  # what a flag switches off is not read
+        *(weight.scales if x is None else x for x in given),  # what a flag switches off is not read
         out, x.numel() // D, N, eps,
         D=D, WIDTH=width, WIDE=tile.k, BITS=weight.bits, BLOCK_N=tile.n,
         BYTES=2 if x.dtype == torch.bfloat16 else 3,

@@ -1,6 +1,6 @@
-"""A few rows times a weight, of few bits or not, with norm, gate and residual, in Triton.
+"""A few rows times a weight, quantized or not, with norm, gate and residual, in Triton.
 
-The rows of the weight are the rows of the product, and those of the input its columns: a matrix unit takes 64
+The rows of the weight are the rows of the result, and those of the input its columns: a matrix unit takes 64
 of the first, and as few as 8 of the second. Where the weight has few rows, its columns are split among
 programs, and the last of them adds up. Imported only where Triton is.
 
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clearhead.run.kernels.fixed_cache import MatmulConfig
 from clearhead.run.kernels.triton_codes import columns_of, numbers
 from clearhead.run.kernels.triton_step import (
     ACTIVATION_NUMBERS,
@@ -32,7 +33,7 @@ from clearhead.run.quant.grid import Codes
 
 
 class Cut(NamedTuple):
-    """How a product is cut up."""
+    """How a matmul is cut up."""
 
     n: int  # rows of the weight at a time
     splits: int  # programs among which the columns of a row are split
@@ -178,7 +179,7 @@ def _wide_kernel(
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The same for a weight that is not of few bits, without a norm.
+    """The same for a weight that is not quantized, without a norm.
 
     With a gate, half of the rows are those of the gate, and half those that it gates.
     """
@@ -212,18 +213,9 @@ def cut_for(rows: int, blocks: int) -> Cut:
     return Cut(64, max(1, min(8, blocks // 2, programs)))
 
 
-def linear(
-    x: Tensor,
-    weight: Codes,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    gate: str | None,
-    add: Tensor | None,
-    cut: Cut | None = None,
-) -> Tensor:
+def linear(x: Tensor, weight: Codes, form: MatmulConfig, cut: Cut | None = None) -> Tensor:
     """Take up to 64 rows; see `kernels.step_linear`."""
+    bias, scale, eps, unit_offset, gate, add = form
     parts, width = 1 if gate is None else 2, weight.words.shape[1]
     D, N, B = x.shape[-1], len(weight.words) // parts, x.numel() // x.shape[-1]
     cut = cut or cut_for(N, triton.cdiv(width, 32))
@@ -234,7 +226,7 @@ def linear(
     given = (weight.offsets, scale, bias, None if add is None else add.contiguous())
     _rows_kernel[(tiles, cut.splits)](
         x.contiguous(), weight.words, weight.scales,
-        *(weight.scales if one is None else one for one in given),  # what a flag switches off is not read
+        *(weight.scales if x is None else x for x in given),  # what a flag switches off is not read
         out, partial, counters(x.device), B, N, eps,
         D=D, WIDTH=width, BITS=weight.bits, ROWS=rows, BLOCK_N=cut.n, SPLITS=cut.splits,
         NORM=scale is not None, UNIT=float(unit_offset), OFFSET=weight.offsets is not None,
@@ -268,7 +260,7 @@ def wide(
     given = (bias, None if add is None else add.contiguous())
     _wide_kernel[(tiles, cut.splits)](
         x.contiguous(), weight,
-        *(weight if one is None else one for one in given),  # what a flag switches off is not read
+        *(weight if tensor is None else tensor for tensor in given),  # what a flag switches off is not read
         out, partial, counters(x.device), B, N,
         D=D, ROWS=rows, BLOCK_N=cut.n, BLOCK_K=block, SPLITS=cut.splits, BIAS=bias is not None,
         GATE=-1 if gate is None else ACTIVATION_NUMBERS[gate], ADD=add is not None,

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from clearhead.core.positions import Rotary
-from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache
+from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache, MatmulConfig
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def _linear_kernel(
 
 
 def tile_for(rows: int, columns: int, few: int, gated: bool, processors: int) -> Tile:
-    """How a product of a weight with a `few` rows is cut up, as was measured."""
+    """How a matmul of a weight with a `few` rows is cut up, as was measured."""
     wide = max(64, min(2048, triton.next_power_of_2(columns)))
     if columns > 2048:
         return Tile(4 if columns <= 8192 else 2, wide, 8, 2 if few == 1 else 0)
@@ -208,18 +208,9 @@ def tile_for(rows: int, columns: int, few: int, gated: bool, processors: int) ->
     return Tile(4 if rows < 8192 else 8, wide, 8)
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    gate: str | None,
-    add: Tensor | None,
-    tile: Tile | None = None,
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, form: MatmulConfig, tile: Tile | None = None) -> Tensor:
     """Take a row or a few; see `kernels.step_linear`."""
+    bias, scale, eps, unit_offset, gate, add = form
     D, N, there = x.shape[-1], weight.shape[0] // (1 if gate is None else 2), processors(x.device)
     out, few = x.new_empty(*x.shape[:-1], N), x.numel() // D
     tile = tile or tile_for(N, D, few, gate is not None, there)

@@ -1,4 +1,4 @@
-"""A copy of a model whose linear layers and token tables are kept in few bits. The model stays as it was.
+"""A copy of a model whose linear layers and token tables are quantized. The model stays as it was.
 
 Shapes: N width out, D width in, T tokens.
 """
@@ -88,7 +88,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Quantization:
-    """A model of few bits, and what became of each layer."""
+    """A quantized model, and what became of each layer."""
 
     model: Transformer
     plan: QuantPlan
@@ -99,7 +99,7 @@ def plan_of(asked: str | QuantPlan | None, split: bool = False) -> QuantPlan | N
     """Return the plan that was asked for, by its name or itself; refuse one for a model that is `split`."""
     refuse(
         asked is not None and split,
-        "quantize and parallel were both given: a model of few bits runs in one process",
+        "quantize and parallel were both given: a quantized model runs in one process",
     )
     return None if asked is None else QuantPlan.named(asked)
 
@@ -110,7 +110,7 @@ def rounded(model: Transformer, plan: QuantPlan | None) -> Transformer:
 
 
 def linear_names(model: Transformer) -> list[str]:
-    """Return the names of the linear layers that can have few bits: those of blocks, and the output layer.
+    """Return the names of the linear layers that can be quantized: those of blocks, and the output layer.
 
     Routers, and layers of heads other than a language model's output, are small and decide much: they stay.
     """
@@ -139,7 +139,7 @@ def quantize_model(
     refuse_quantized(model, "quantized again")
     names = linear_names(model)
     given = [name for name in names if plan.grid(name) is not None]
-    refuse(not given, "no layer of this model can be kept in few bits: choose fewer wide layers")
+    refuse(not given, "no layer of this model can be quantized: choose fewer wide layers")
     for pattern in plan.wide:
         if not fnmatch.filter(names, pattern):
             raise InputError(f'no layer is called "{pattern}"{nearest(pattern, names)}')
@@ -195,7 +195,7 @@ def shared_copy(model: Transformer) -> Transformer:
 
 
 def _tie_tables(made: Transformer, model: Transformer, plan: QuantPlan) -> None:
-    """Keep token tables in few bits too: the one that is tied to the output layer has that layer's codes."""
+    """Quantize token tables too: the one that is tied to the output layer has that layer's codes."""
     tables: dict[Tensor, QuantizedTable] = {}
     out = getattr(made.head, "out", None)
     if isinstance(out, QuantizedLinear):
@@ -210,7 +210,7 @@ def _tie_tables(made: Transformer, model: Transformer, plan: QuantPlan) -> None:
 
 
 def refuse_quantized(model: nn.Module, what: str) -> None:
-    """Refuse to do with a model of few bits what takes weights in floating point."""
+    """Refuse to do with a quantized model what takes weights in floating point."""
     refuse(
         bool(quantized_parts(model)),
         f"this model's weights are quantized and cannot be {what}: use the model that it was made from",

@@ -12,36 +12,17 @@ from torch import Tensor
 
 from clearhead.core.cache import Cache, LayerKeys, with_room
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import Kind
 from clearhead.errors import refuse
 from clearhead.run.quant.grid import bf16
 
 MOST = 127  # the largest code
 
 
-class Int8Cache(Cache):
-    """A growing cache whose keys and values have 8 bits."""
-
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
-        """Return the self-attention keys of one layer."""
-        if index not in self.layers and kind.chooses:
-            self.layers[index] = Int8Keys(self)
-        return super().layer(index, kind)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that the buffers of all layers take, with room to spare."""
-        parts = [keys.parts for keys in self.layers.values() if isinstance(keys, Int8Keys)]
-        return sum(one.nbytes for part in parts for one in part)
-
-
 class Int8Keys(LayerKeys):
     """Codes of keys and of values [B, K, S, E], and their scales in bfloat16 [B, K, S, 1]."""
 
-    def __init__(self, cache: Cache) -> None:
-        self.cache = cache
-        self.parts: tuple[Tensor, ...] = ()  # codes and scales of keys, codes and scales of values
-        self.dtype = torch.float32  # of what is read
+    parts: tuple[Tensor, ...] = ()  # codes and scales of keys, codes and scales of values
+    dtype = torch.float32  # of what is read
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Round and append the new keys and values; return those of all tokens."""
@@ -60,6 +41,10 @@ class Int8Keys(LayerKeys):
         super().read()  # refuses an empty layer
         return self._wide(self.cache.length)
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all that is kept."""
+        return self.parts
+
     def reorder(self, rows: Tensor) -> None:
         """Replace row i by row `rows[i]`."""
         if self.parts:
@@ -75,14 +60,14 @@ class Int8Keys(LayerKeys):
         return codes.mul_(scales), v_codes.mul_(v_scales)
 
 
-def int8_cache(config: ModelConfig, reserve: int) -> Int8Cache:
+def int8_cache(config: ModelConfig, reserve: int) -> Cache:
     """Make a cache of 8 bits; refuse it for a model that keeps keys in another way."""
     refuse(
         min(config.main.capacities) < 1,
         'cache "int8" with layers that take some tokens alone (depth_capacity): their keys lie otherwise, '
         "so leave cache out",
     )
-    return Int8Cache(reserve)
+    return Cache(reserve, Int8Keys)
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,14 +6,15 @@ and a model can be calibrated so without any text.
 Shapes: D width in, T tokens.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from clearhead.core.transformer import Transformer, evaluating
+from clearhead.core.transformer import Transformer
+from clearhead.variants.contexts import evaluating
 
 DRAWN = 256  # tokens
 
@@ -24,8 +25,18 @@ def moments(model: Transformer, rows: Iterable[Tensor], names: Iterable[str]) ->
 
     `rows` are ids [1, T]. Layers that read the same tensor, such as queries, keys and values, share theirs.
     """
-    parts = {name: model.get_submodule(name) for name in names}
-    with evaluating(model), _summing(parts) as sums:
+    sums: dict[str, tuple[Tensor, int]] = {}
+    latest: list[tuple[Tensor, Tensor]] = []  # the input seen last, and its product with itself
+
+    def see(name: str, part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        if not latest or latest[0][0] is not x:
+            rows = x.reshape(-1, x.shape[-1]).float()
+            latest[:] = [(x, rows.t() @ rows)]
+        before, count = sums.get(name, (torch.zeros_like(latest[0][1]), 0))
+        sums[name] = before + latest[0][1], count + x.numel() // x.shape[-1]
+
+    with _watched(model, names, see):
         for row in rows:
             model(row.to(next(model.parameters()).device), logits="last")
     return {name: total / count for name, (total, count) in sums.items()}
@@ -46,33 +57,18 @@ def drawn_sizes(model: Transformer, names: Iterable[str]) -> dict[str, Tensor]:
     def see(name: str, part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         sizes[name] = inputs[0].reshape(-1, inputs[0].shape[-1]).float().square().mean(0)
 
-    hooks = [model.get_submodule(n).register_forward_pre_hook(partial(see, n)) for n in names]
-    try:
-        with evaluating(model):
-            model(ids.to(next(model.parameters()).device), logits="last")
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with _watched(model, names, see):
+        model(ids.to(next(model.parameters()).device), logits="last")
     return sizes
 
 
 @contextmanager
-def _summing(parts: dict[str, nn.Module]) -> Iterator[dict[str, tuple[Tensor, int]]]:
-    """Sum x xᵀ by layer within a `with` block; give the sums with the number of inputs."""
-    sums: dict[str, tuple[Tensor, int]] = {}
-    latest: list[tuple[Tensor, Tensor]] = []  # the input seen last, and its product
-
-    def see(name: str, part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0]
-        if not latest or latest[0][0] is not x:
-            rows = x.reshape(-1, x.shape[-1]).float()
-            latest[:] = [(x, rows.t() @ rows)]
-        before, count = sums.get(name, (torch.zeros_like(latest[0][1]), 0))
-        sums[name] = before + latest[0][1], count + x.numel() // x.shape[-1]
-
-    hooks = [part.register_forward_pre_hook(partial(see, name)) for name, part in parts.items()]
+def _watched(model: Transformer, names: Iterable[str], see: Callable[..., None]) -> Iterator[None]:
+    """Show the inputs of the named layers to `see` within a `with` block, in eval mode."""
+    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(see, name)) for name in names]
     try:
-        yield sums
+        with evaluating(model):
+            yield
     finally:
         for hook in hooks:
             hook.remove()

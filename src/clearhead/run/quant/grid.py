@@ -4,7 +4,7 @@ A group is a run of columns of one row, that is, inputs of one output. Codes are
 127 or from -8 to 7. Scales and offsets are bfloat16, and codes are chosen after these were rounded. Without
 an offset a grid is symmetric.
 
-Weights lie as products read them, four rows of four columns to a tile, so that 16 numbers meet four inputs:
+Weights lie as matmuls read them, four rows of four columns to a tile, so that 16 numbers meet four inputs:
 rows are filled up to a multiple of 4 and columns to one of 32, with code 0. Four bits are kept two in a byte:
 of 32 columns, tile j of the first 16 is in the lower halves and tile j of the last 16 in the upper halves,
 each 8 more than the code. The scales of four rows lie side by side too.
@@ -136,9 +136,9 @@ def stored(grid: Grid, columns: int, codes: Tensor, scales: Tensor, offsets: Ten
     whole = nnf.pad(codes[:, :columns], (0, room - columns, 0, more)).to(torch.int8)
     kept = pack(whole) if grid.bits == 4 else _laid(whole)
     laid = [
-        nnf.pad(one, (0, 0, 0, more)).view(-1, TILE, one.shape[1]).transpose(1, 2).contiguous()
-        for one in (scales, offsets)
-        if one is not None
+        nnf.pad(part, (0, 0, 0, more)).view(-1, TILE, part.shape[1]).transpose(1, 2).contiguous()
+        for part in (scales, offsets)
+        if part is not None
     ]
     return Quantized(grid, rows, columns, kept, laid[0], None if offsets is None else laid[1])
 
@@ -266,8 +266,8 @@ class Codes(NamedTuple):
         codes = codes.transpose(3, 4).flatten(1)
         wide = codes[:, : self.columns].int() - (1 << (self.bits - 1))
         scales, offsets = (
-            None if one is None else one.float().repeat_interleave(BLOCK, 1)[:, : self.columns]
-            for one in (self.scales, self.offsets)
+            None if part is None else part.float().repeat_interleave(BLOCK, 1)[:, : self.columns]
+            for part in (self.scales, self.offsets)
         )
         assert scales is not None
         made = wide * scales

@@ -1,7 +1,7 @@
-"""Layers whose weights are kept in few bits. Looked at, they are ordinary: the same sums in the dtype of x.
+"""Layers whose weights are quantized. Looked at, they are ordinary: the same sums in the dtype of x.
 
 `weight` gives the numbers that the codes stand for, so what reads weights goes on working. Generation has
-faster products with the same codes (`fast`). Nothing here can be trained.
+faster matmuls with the same codes (`run/kernels`). Nothing here can be trained.
 
 Shapes: N width out, D width in, G groups of a row, V vocabulary.
 """
@@ -20,7 +20,7 @@ PARTS = ("codes", "scales", "offsets", "smooth")  # the tensors of a weight, by 
 
 
 class QuantizedWeight(nn.Module):
-    """What a linear layer and a table of few bits share: codes, scales, and the weight they stand for.
+    """What a linear layer and a quantized table share: codes, scales, and the weight they stand for.
 
     `smooth` [D], where there is one, multiplies the inputs: the weight was divided by it.
     """
@@ -75,7 +75,7 @@ class QuantizedWeight(nn.Module):
 
 
 class QuantizedLinear(QuantizedWeight):
-    """A linear layer whose weight is kept in few bits."""
+    """A linear layer whose weight is quantized."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class QuantizedLinear(QuantizedWeight):
 
 
 class QuantizedTable(QuantizedWeight):
-    """A token table whose rows are kept in few bits, by themselves or as those of a `QuantizedLinear`."""
+    """A token table whose rows are quantized, by themselves or as those of a `QuantizedLinear`."""
 
     def __init__(self, layer: QuantizedWeight) -> None:
         super().__init__(layer.made, layer.smooth, layer.place.dtype)
@@ -124,18 +124,10 @@ def empty_layer(
     )
 
 
-def rounded_inputs(layer: QuantizedLinear, x: Tensor) -> Tensor:
-    """Return the inputs as the products in `fast` read them, 8 bits by runs of 32: [..., D] -> [..., D]."""
-    x, smooth = (x, 1.0) if layer.smooth is None else (x * layer.smooth, layer.smooth)
-    runs = nnf.pad(x, (0, -x.shape[-1] % BLOCK)).reshape(*x.shape[:-1], -1, BLOCK)
-    scales = (runs.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(x.dtype).tiny)
-    return ((runs / scales).round() * scales).flatten(-2)[..., : x.shape[-1]] / smooth
-
-
 def rounding_bound(layer: QuantizedLinear, x: Tensor) -> Tensor:
     """Return the most that rounding inputs to 8 bits, by runs of 32, adds to outputs: [..., D] -> [..., N].
 
-    This is the stated error of the products in `fast`, beside that of float32 sums: half of each run's scale
+    This is the stated error of `run/kernels`, next to that of float32 sums: half of each run's scale
     times the sum of the sizes of its weights.
     """
     x = x.float() if layer.smooth is None else x.float() * layer.smooth
@@ -146,22 +138,23 @@ def rounding_bound(layer: QuantizedLinear, x: Tensor) -> Tensor:
 
 
 def weight_of(part: nn.Module, name: str) -> Tensor:
-    """Return the weight of the layer called `name` within a part, of few bits or not: [N, D]."""
+    """Return the weight of the layer called `name` within a part, quantized or not: [N, D]."""
     weight = part.get_submodule(name).weight
     assert isinstance(weight, Tensor)
     return weight
 
 
 def quantized_parts(model: nn.Module) -> dict[str, QuantizedWeight]:
-    """Return the layers and tables of few bits in a model, by name."""
+    """Return the quantized layers and tables of a model, by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, QuantizedWeight)}
 
 
 def few_bits(model: nn.Module) -> str:
-    """Say how many weights have few bits, and how many bytes they take."""
+    """Say how many weights are quantized, and how many bytes they take."""
     parts = {part.codes.data_ptr(): part for part in quantized_parts(model).values()}.values()
     if not parts:
         return ""
     kinds = " and ".join(f"int{bits}" for bits in sorted({part.grid.bits for part in parts}))
-    weights, size = sum(one.in_features * one.out_features for one in parts), sum(one.size for one in parts)
+    weights = sum(part.in_features * part.out_features for part in parts)
+    size = sum(part.size for part in parts)
     return f"; {weights:,} in {kinds}, {size / 1e6:,.1f} MB"

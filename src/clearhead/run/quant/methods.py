@@ -90,12 +90,6 @@ def imatrix(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     return Rounding(stored(grid, weight.shape[1], codes, scales, offsets))
 
 
-def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
-    """Choose codes that make up for each other's errors, on grids fitted to the outputs."""
-    assert moment is not None
-    return Rounding(gptq_codes(grid, weight, moment))
-
-
 def awq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
     """Give columns that read large inputs more of the grid: the weight is multiplied, the inputs divided.
 
@@ -120,11 +114,6 @@ def output_error(difference: Tensor, moment: Tensor) -> float:
     return float(((difference @ moment) * difference).sum())
 
 
-Method = Callable[[Grid, Tensor, Tensor | None], Rounding]
-METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq, "imatrix": imatrix, "gptq": gptq, "awq": awq}
-CALIBRATED = ("gptq", "awq")  # methods that need data
-
-
 # GPTQ -------------------------------------------------------------------------------------------------------
 #
 # Codes make up for each other's errors, on grids that are fitted to what the layer puts out: everything here
@@ -136,13 +125,15 @@ GPTQ_ROUNDS = 2  # of choosing codes and fitting the grids to them
 COLUMNS = 64  # whose errors are passed on together
 
 
-def gptq_codes(grid: Grid, weight: Tensor, moment: Tensor) -> Quantized:
-    """Return a weight [N, D] on grids of least error, chosen in turn with the codes.
+def gptq(grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
+    """Choose codes that make up for each other's errors, in turn with grids fitted to the outputs.
 
     Columns that read the largest inputs come first, while most others are left to make up for their errors.
     """
-    D = weight.shape[1]
-    moment = _damped(moment)
+    assert moment is not None
+    # Added to the diagonal, so that no direction that the texts lack is left to chance.
+    mean = moment.diagonal().mean().clamp(min=1e-12)
+    moment = moment + DAMPING * mean * torch.eye(len(moment), device=moment.device)
     order = moment.diagonal().argsort(descending=True)
     root = _inverse_root(moment[order][:, order])
     scales, offsets = fitted(grid, grid.split(weight), grid.split(moment.diagonal()[None])[0])
@@ -151,12 +142,11 @@ def gptq_codes(grid: Grid, weight: Tensor, moment: Tensor) -> Quantized:
         codes = _codes(grid, weight, root, order, scales, offsets)
         if grid.bits == 4:  # the grid of 8 bits is fine enough as it is
             scales, offsets = _refitted(grid, weight, codes, moment, scales, offsets)
-        difference = weight - numbers(grid, codes, scales, offsets)
-        error = float(((difference @ moment) * difference).sum())
+        error = output_error(weight - numbers(grid, codes, scales, offsets), moment)
         if best is None or error < least:
-            least, best = error, stored(grid, D, codes, scales, offsets)
+            least, best = error, stored(grid, weight.shape[1], codes, scales, offsets)
     assert best is not None
-    return best
+    return Rounding(best)
 
 
 def _codes(
@@ -217,12 +207,6 @@ def _refitted(
     return scales, offsets
 
 
-def _damped(moment: Tensor) -> Tensor:
-    """Add to the diagonal, so that no direction that the texts lack is left to chance: [D, D]."""
-    mean = moment.diagonal().mean().clamp(min=1e-12)
-    return moment + DAMPING * mean * torch.eye(len(moment), device=moment.device)
-
-
 def _inverse_root(moment: Tensor) -> Tensor:
     """Return the upper Cholesky factor of the inverse of a moment: [D, D]."""
     wide, more = moment.double(), 0.0
@@ -233,3 +217,8 @@ def _inverse_root(moment: Tensor) -> Tensor:
             root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(factor), upper=True)
             return root.float()
         more = 10 * more or DAMPING * float(wide.diagonal().mean())
+
+
+Method = Callable[[Grid, Tensor, Tensor | None], Rounding]
+METHODS: dict[str, Method] = {"rtn": rtn, "hqq": hqq, "imatrix": imatrix, "gptq": gptq, "awq": awq}
+CALIBRATED = ("gptq", "awq")  # methods that need data

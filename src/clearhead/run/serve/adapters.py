@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.run.kernels.parts import Direct, JoinedLinear, PackedLinear
+from clearhead.run.kernels.parts import Direct, JoinedLinear, PackedLinear, settle
 
 LARGEST_RANK = 512
 Update = tuple[Tensor, Tensor]  # A [R, D] and B [N, R]
@@ -104,8 +104,7 @@ def adapt(runner: nn.Module, model: Transformer, adapters: Mapping[str, Updates]
             if updates:
                 setattr(part, key, AdaptedLinear(child, updates, rows))
                 left -= {(adapter, layer) for adapter in updates for layer in layers}
-        if isinstance(part, Direct):
-            part.settle()
+        settle(part)
     refuse(left, f"{', '.join(sorted(layer for _, layer in left)[:1])} cannot take an adapter on this model")
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import base64
 import contextlib
+import functools
+import itertools
 import json
 import time
 import uuid
@@ -12,56 +14,55 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
+import torch.nn.functional as nnf
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from torch import Tensor
 
-from clearhead.errors import ClearheadError, refuse
+from clearhead.errors import ClearheadError, RequestError, refuse
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.tasks import reading
-from clearhead.learn.tasks.chat import turn_of
+from clearhead.learn.tasks.generation import turn_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.grammar import check_constraint
 from clearhead.run.generate.request import CONSTRAINTS
-from clearhead.run.generate.stream import TextStream
+from clearhead.run.generate.stream import PARTIAL, TextStream, TokenText, TokenTexts
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.protocol import MOST_INPUTS, ChatBody, CompletionBody, finish_reason
-from clearhead.run.serve.sequence import Sequence, ServeOptions
+from clearhead.run.serve.sequence import ServedSequence, ServeOptions
 from clearhead.run.serve.status import Metrics
 
 DEFAULT_TOKENS = 16  # of a completion, as OpenAI's
 LOOK = 0.2  # seconds between two looks at whether the client is still there
 
 
-def completion(engine: ServeEngine, name: str, body: CompletionBody, owner: str = "") -> "Choices":
-    """Return what a body of `/v1/completions` asks for; one `owner` shares its cached prefixes."""
-    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
-    refuse(most == 0 and not body.echo, "max_tokens 0 generates nothing: ask for 1 or more, or for echo")
-    refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
-    salt = f"{owner}:{body.cache_salt or ''}"
-    adapter = name if name in engine.adapters else ""
+def choices_of(engine: ServeEngine, name: str, body: CompletionBody | ChatBody, owner: str = "") -> "Choices":
+    """Return what a body asks for; one `owner` shares its cached prefixes."""
+    prompts: abc.Sequence[str | list[int]]
+    best, echo, options = body.best, False, body.options()
+    if isinstance(body, ChatBody):
+        refuse(
+            body.max_tokens is not None and body.max_completion_tokens is not None,
+            "max_tokens and max_completion_tokens are the same: give one of them",
+        )
+        template = body.chat_template_kwargs or {}
+        ids, options = turn_of(engine.m, body.checked_messages(), template, options)
+        most = body.max_completion_tokens or body.max_tokens or max(1, engine.longest - len(ids))
+        prompts = [ids]
+    else:
+        most, echo = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens, bool(body.echo)
+        refuse(most == 0 and not echo, "max_tokens 0 generates nothing: ask for 1 or more, or for echo")
+        refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
+        prompts = body.prompts()
     serving = ServeOptions(
-        salt, body.logprobs if body.echo else None, most == 0, adapter, tuple(body.inside or ())
+        f"{owner}:{body.cache_salt or ''}",
+        best if echo else None,
+        most == 0,
+        name if name in engine.adapters else "",
+        tuple(body.inside or ()),
     )
-    options, seeds = body.options() | {"max_new_tokens": max(1, most)}, body.seeds(body.n or 1)
-    return Choices(
-        engine, name, False, body.prompts(), options, seeds, serving, body.logprobs, bool(body.echo)
-    )
-
-
-def conversation(engine: ServeEngine, name: str, body: ChatBody, owner: str = "") -> "Choices":
-    """Return what a body of `/v1/chat/completions` asks for; one `owner` shares its cached prefixes."""
-    refuse(
-        body.max_tokens is not None and body.max_completion_tokens is not None,
-        "max_tokens and max_completion_tokens are the same: give one of them",
-    )
-    most = body.max_completion_tokens or body.max_tokens or 0
-    ids, options = turn_of(engine.m, body.messages, body.chat_template_kwargs or {}, body.options())
-    options["max_new_tokens"] = most or max(1, engine.longest - len(ids))
-    adapter = name if name in engine.adapters else ""
-    salt = f"{owner}:{body.cache_salt or ''}"
-    serving = ServeOptions(salt, None, False, adapter, tuple(body.inside or ()))
-    return Choices(engine, name, True, [ids], options, body.seeds(body.n or 1), serving, body.best)
+    options["max_new_tokens"], chat = max(1, most), isinstance(body, ChatBody)
+    return Choices(engine, name, chat, prompts, options, body.seeds(body.n or 1), serving, best, echo)
 
 
 class EventQueue:
@@ -100,13 +101,14 @@ class Choices:
     best: int | None = None  # tokens reported at each step; None: nothing is reported
     echo: bool = False
     cited: dict[str, Any] = field(default_factory=dict)  # said once, in the answer or in the first event
-    seqs: list[Sequence] = field(default_factory=list)
+    seqs: list[ServedSequence] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice that are out
+    reports: dict[int, "LogprobReport"] = field(default_factory=dict)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
         self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.events = EventQueue()
-        self.offsets: dict[int, TextOffsets] = {}  # by choice
         if self.best is not None:
             self.options |= {"logprobs": True, "alternatives": self.best}
         choices = len(self.prompts) * len(self.seeds)
@@ -119,17 +121,23 @@ class Choices:
             choices > 1 and self.serving.inside, f"inside is given for one text, and {choices} are asked for"
         )
 
-    def submit(self, on_update: Callable[[int, Sequence, str], None] | None = None) -> None:
-        """Submit every choice of every prompt, or none; `on_update` is called from the engine."""
+    def submit(
+        self, on_update: Callable[[int, ServedSequence, str], None] | None = None, admitted: bool = False
+    ) -> None:
+        """Submit every choice of every prompt, or none; `on_update` is called from the engine.
+
+        `admitted`: the engine keeps room for this request.
+        """
         for name in self.options.keys() & CONSTRAINTS:
             check_constraint((name, self.options[name]))
         try:
             for prompt in self.prompts:
-                first: Sequence | None = None
+                first: ServedSequence | None = None
                 for seed in self.seeds:
                     tell = None if on_update is None else partial(on_update, len(self.seqs))
                     given = self.options | {"seed": seed}
-                    seq = self.engine.submit(prompt, given, self.serving, tell, first, bool(self.seqs))
+                    joined = admitted or bool(self.seqs)
+                    seq = self.engine.submit(prompt, given, self.serving, tell, first, joined)
                     first = first or seq
                     self.seqs.append(seq)
         except BaseException:
@@ -137,17 +145,17 @@ class Choices:
             raise
 
     async def begin(self, metrics: Metrics, stream: bool) -> None:
-        """Submit from a thread, and follow the seqs in a queue of this event loop: their tokens, or ends."""
+        """Submit an admitted request from a thread; follow tokens and ends in a queue of this event loop."""
         loop = asyncio.get_running_loop()
 
-        def on_update(number: int, seq: Sequence, new: str) -> None:
+        def on_update(number: int, seq: ServedSequence, new: str) -> None:
             if seq.done:
                 metrics.keep(seq)
             if not stream and not seq.done:
                 return  # waking the loop for each token takes time from the engine
-            loop.call_soon_threadsafe(self.events.put, number, new, len(seq.row.ids), seq.done)
+            loop.call_soon_threadsafe(self.events.put, number, new, len(seq.ids), seq.done)
 
-        await run_in_threadpool(self.submit, on_update)
+        await run_in_threadpool(self.submit, on_update, admitted=True)
 
     def cancel(self) -> None:
         """End what has not ended: nobody reads it."""
@@ -174,20 +182,47 @@ class Choices:
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self.usage()}
 
-    def _choice(self, number: int, seq: Sequence) -> dict[str, Any]:
+    def _choice(self, number: int, seq: ServedSequence) -> dict[str, Any]:
+        """Return a choice as the chunks of a stream would tell it, put together."""
         found = seq.wait(0)
-        made: dict[str, Any] = {"index": number, "finish_reason": finish_reason(found.stop_reason)}
+        *chunks, last = self._chunks(number, found.text or "", len(found.ids), True)
+        made: dict[str, Any] = {"index": number, "finish_reason": last.pop("finish_reason")}
         if self.chat:
-            made["message"] = {"role": "assistant", "content": found.text, "refusal": None}
+            content = "".join(chunk["delta"]["content"] for chunk in chunks)
+            made["message"] = {"role": "assistant", "content": content, "refusal": None}
         else:
-            made["text"] = self._echoed(seq) + (found.text or "")
-        made["logprobs"] = self._logprobs(number, seq, 0, len(found.ids), self.echo)
-        if seq.inside is not None:
-            made["inside"], seq.inside = seq.inside, None  # it is large, and told once
-        return made
+            made["text"] = "".join(chunk["text"] for chunk in chunks)
+        made["logprobs"] = functools.reduce(join_reports, (chunk["logprobs"] for chunk in chunks), None)
+        if self.best is not None:
+            made["logprobs"] = made["logprobs"] or self.reports[number].nothing()
+        return made | {name: last[name] for name in last if name == "inside"}
 
-    def _echoed(self, seq: Sequence) -> str:
-        return decoded(self.engine.m.text_tokenizer, seq.row.prompt) if self.echo else ""
+    def _chunks(self, number: int, new: str, count: int, ended: bool) -> Iterator[dict[str, Any]]:
+        """Yield what is new of a choice: its text, of so many tokens so far, and its end."""
+        seq, key = self.seqs[number], "delta" if self.chat else "text"
+
+        def chunk(content: Any, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+            return {"index": number, key: content, "logprobs": logprobs, "finish_reason": None}
+
+        first = number not in self.lengths
+        echoed = decoded(self.engine.m.text_tokenizer, seq.prompt) if self.echo and first else ""
+        if first:
+            self.lengths[number] = len(echoed)
+            if self.best is not None:
+                own = echoed if self.echo else None
+                self.reports[number] = LogprobReport(self.engine.m, seq, self.chat, own)
+        report = self.reports.get(number)
+        if self.echo and first:  # the log-probabilities of its prompt are known by now
+            yield chunk(echoed, None if report is None else report.prompt())
+        self.lengths[number] += len(new)
+        logprobs = None if report is None else report.next(count, self.lengths[number], ended)
+        if new or logprobs is not None:
+            yield chunk({"content": new} if self.chat else new, logprobs)
+        if ended:
+            last = chunk({} if self.chat else "") | {"finish_reason": finish_reason(seq.stop_reason)}
+            if seq.inside is not None:
+                last["inside"], seq.inside = seq.inside, None  # it is large, and told once
+            yield last
 
     async def stream(self, usage: bool) -> AsyncIterator[str]:
         """Yield server-sent events, as they come; a client that goes away cancels what is left."""
@@ -198,28 +233,18 @@ class Choices:
             return f"data: {json.dumps({**self._head(kind), 'choices': choices, **more, **named})}\n\n"
 
         try:
+            start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
             for number in range(len(self.seqs) if self.chat else 0):
-                yield event([self._chunk(number, {"role": "assistant", "content": ""})])
-            shown, left, echoes = [0] * len(self.seqs), len(self.seqs), {*range(len(self.seqs) * self.echo)}
+                yield event([{"index": number, **start}])
+            left = len(self.seqs)
             while left:
                 number, new, count, ended = await self.events.get()
-                seq = self.seqs[number]
-                if ended and seq.error is not None:
-                    raise seq.error
-                if number in echoes:  # its log-probabilities are known by now
-                    echoes.remove(number)
-                    yield event([self._chunk(number, self._echoed(seq), seq, prompt=True)])
-                if new or (self.best is not None and count > shown[number]):
-                    content = {"content": new} if self.chat else new
-                    yield event([self._chunk(number, content, seq, shown[number], count)])
-                    shown[number] = count
-                if ended:
-                    left -= 1
-                    last = self._chunk(number, {} if self.chat else "")
-                    last["finish_reason"] = finish_reason(seq.row.stop_reason)
-                    if seq.inside is not None:
-                        last["inside"], seq.inside = seq.inside, None
-                    yield event([last])
+                error = self.seqs[number].error
+                if ended and error is not None:
+                    raise error
+                for chunk in self._chunks(number, new, count, ended):
+                    yield event([chunk])
+                left -= ended
             if usage:
                 yield event([], usage=self.usage())
             yield "data: [DONE]\n\n"
@@ -227,23 +252,6 @@ class Choices:
             yield f"data: {json.dumps(error_body(error))}\n\n"
         finally:
             self.cancel()
-
-    def _chunk(
-        self,
-        number: int,
-        content: Any,
-        seq: Sequence | None = None,
-        start: int = 0,
-        stop: int = 0,
-        prompt: bool = False,
-    ) -> dict[str, Any]:
-        logprobs = None if seq is None else self._logprobs(number, seq, start, stop, prompt)
-        return {
-            "index": number,
-            "delta" if self.chat else "text": content,
-            "logprobs": logprobs,
-            "finish_reason": None,
-        }
 
     def _head(self, kind: str) -> dict[str, Any]:
         cited, self.cited = self.cited, {}
@@ -253,80 +261,145 @@ class Choices:
         """Return the numbers of prompt and new tokens."""
         asked = {id(seq.after or seq): seq for seq in self.seqs}.values()  # choices share a prompt
         read, cached = sum(seq.prompt_tokens for seq in asked), sum(seq.cached for seq in asked)
-        made = sum(len(seq.row.ids) for seq in self.seqs)
+        made = sum(len(seq.ids) for seq in self.seqs)
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
 
-    def _logprobs(
-        self, number: int, seq: Sequence, start: int, stop: int, prompt: bool
-    ) -> dict[str, Any] | None:
-        """Return the log-probabilities of new tokens `start` to `stop`; of the prompt first, if asked for."""
-        if self.best is None:
+
+# Log-probabilities ------------------------------------------------------------------------------------------
+
+
+class LogprobReport:
+    """What is reported of the tokens of one choice, and how much of it was."""
+
+    def __init__(self, m: Bundle, seq: ServedSequence, chat: bool, echoed: str | None) -> None:
+        """`echoed`: the text of the prompt, where the answer begins with it."""
+        assert seq.stream is not None
+        self.seq, self.chat, self.shown = seq, chat, 0
+        self.texts = TokenTexts(TextStream(m.text_tokenizer, seq.stream.context))
+        self.start = len(echoed or "")  # where the next token begins in the answer
+        self._prompt = None
+        if echoed is not None and not chat:
+            self._prompt = TokenTexts(TextStream(m.text_tokenizer))
+            tops = [{}, *map(dict, seq.prompt_alternatives)] if seq.prompt_alternatives else []
+            for number, token in enumerate(seq.prompt):
+                self._prompt.push(token, tops[number] if tops else {})
+            self._prompt.finish()
+
+    def prompt(self) -> dict[str, Any] | None:
+        """Return what is reported of the prompt, once."""
+        found, self._prompt = self._prompt, None
+        if found is None:
             return None
-        m, row = self.engine.m, seq.row
-        ids, values = row.ids[start:stop], list[float | None](row.logprobs[start:stop])
-        best = [dict(one) for one in row.alternatives[start:stop]] or [{} for _ in ids]
+        starts = [0, *itertools.accumulate(len(token.text) for token in found.tokens)][:-1]
+        return completion_logprobs(
+            found.tokens, [None, *self.seq.prompt_logprobs], found.alternatives, starts
+        )
+
+    def next(self, count: int, length: int, ended: bool) -> dict[str, Any] | None:
+        """Return what is reported of the tokens since the last call; None where there are none.
+
+        `count`: tokens so far. `length`: characters of the answer that are out. What a stop string has cut
+        off is not reported, and what may still be is not yet.
+        """
+        row, texts = self.seq, self.texts
+        for number in range(texts.read, count):
+            texts.push(row.ids[number], dict(row.alternatives[number]) if row.alternatives else {})
+        if ended:
+            texts.finish()
+        tokens, starts, first = list[TokenText](), list[int](), self.shown
+        for token in texts.tokens[first:]:
+            left = length - self.start
+            cut = ended and row.stop_reason == "stop"
+            if (cut and left <= 0 and (token.text or left < 0)) or (not ended and len(token.text) > left):
+                break
+            own = token.text[:left] if cut else token.text
+            tokens.append(token if own == token.text else TokenText(token.id, own, own.encode()))
+            starts.append(self.start)
+            self.start += len(own)
+        self.shown += len(tokens)
+        values, tops = row.logprobs[first : self.shown], texts.alternatives[first : self.shown]
+        return self._reported(tokens, values, tops, starts) if tokens else None
+
+    def nothing(self) -> dict[str, Any]:
+        """Return the report of an answer without tokens."""
+        return self._reported([], [], [], [])
+
+    def _reported(
+        self,
+        tokens: abc.Sequence[TokenText],
+        values: abc.Sequence[float],
+        tops: abc.Sequence[list[tuple[TokenText, float]]],
+        starts: list[int],
+    ) -> dict[str, Any]:
         if self.chat:
             content = [
-                {**_entry(m, token, value), "top_logprobs": [_entry(m, t, v) for t, v in tops.items()]}
-                for token, value, tops in zip(ids, values, best)
+                {**one.entry(value), "top_logprobs": [other.entry(v) for other, v in top]}
+                for one, value, top in zip(tokens, values, tops)
             ]
             return {"content": content, "refusal": None}
-        offsets = self.offsets.setdefault(number, TextOffsets(m, 0 if self.echo else len(row.prompt)))
-        begin = offsets.of(row.prompt + row.ids[:stop], 0 if prompt else len(row.prompt) + start)
-        if prompt:
-            ids = row.prompt + ids
-            values = [None, *seq.prompt_logprobs, *values]
-            best = [{}, *map(dict, seq.prompt_alternatives), *best]
-        return {
-            "tokens": [token_text(m, token) for token in ids],
-            "token_logprobs": values,
-            "top_logprobs": [
-                None if value is None else {token_text(m, t): v for t, v in [*tops.items(), (token, value)]}
-                for token, value, tops in zip(ids, values, best)
-            ],
-            "text_offset": begin,
-        }
+        return completion_logprobs(tokens, values, tops, starts)
 
 
-def token_text(m: Bundle, token: int) -> str:
-    """Return how one token reads by itself."""
-    return decoded(m.text_tokenizer, [token], special=True)
+def completion_logprobs(
+    tokens: abc.Sequence[TokenText],
+    values: abc.Sequence[float | None],
+    alternatives: abc.Sequence[list[tuple[TokenText, float]]],
+    starts: list[int],
+) -> dict[str, Any]:
+    """Return log-probabilities as `/v1/completions` reports them."""
+    tops = zip(tokens, values, alternatives)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": list(values),
+        "top_logprobs": [
+            None if value is None else dict(_named(token, value, others)) for token, value, others in tops
+        ],
+        "text_offset": starts,
+    }
 
 
-def _entry(m: Bundle, token: int, value: float | None) -> dict[str, Any]:
-    text = token_text(m, token)
-    return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
+def _named(
+    chosen: TokenText, value: float, others: abc.Sequence[tuple[TokenText, float]]
+) -> Iterator[tuple[str, float]]:
+    """Yield a name for each token, no two alike: its text, else its bytes, else its number."""
+    taken = {chosen.text}
+    for token, logprob in others:
+        name = chosen.text if token.id == chosen.id else token.text
+        if token.id != chosen.id and (not name or PARTIAL in name):
+            name = "bytes:" + "".join(f"\\x{value:02x}" for value in token.bytes)
+        if token.id != chosen.id and name in taken:
+            name = f"token_id:{token.id}"
+        taken.add(name)
+        yield name, logprob
+    if all(token.id != chosen.id for token, _ in others):
+        yield chosen.text, value
 
 
-class TextOffsets:
-    """Where the text of each token begins, followed as it grows; the first `skipped` do not count."""
-
-    def __init__(self, m: Bundle, skipped: int) -> None:
-        self._stream, self._skipped = TextStream(m.text_tokenizer), skipped
-        self._read = self._length = 0
-
-    def of(self, ids: list[int], start: int) -> list[int]:
-        """Return where tokens `start` and later begin; what an earlier call was given is not read again."""
-        found = []
-        for place in range(self._read, len(ids)):
-            if place >= start:
-                found.append(self._length)
-            new = self._stream.push(ids[place])
-            self._length += len(new) if place >= self._skipped else 0
-        self._read = len(ids)
-        return found
+def join_reports(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return two reports as one."""
+    if first is None or second is None:
+        return first or second
+    return {name: first[name] + second[name] for name in first}
 
 
-def error_body(error: BaseException) -> dict[str, Any]:
+# Errors and embeddings --------------------------------------------------------------------------------------
+
+
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # by status, as OpenAI has them
+
+
+def error_body(error: BaseException, status: int = 400) -> dict[str, Any]:
     """Return an error as OpenAI's clients read it."""
     mine = isinstance(error, ClearheadError)
     line = str(error) if mine else f"something went wrong: {type(error).__name__}"
     kind = "invalid_request_error" if mine else "server_error"
-    return {"error": {"message": line, "type": kind, "param": None, "code": None}}
+    param, code = getattr(error, "param", None), getattr(error, "code", CODES.get(status))
+    return {"error": {"message": line, "type": kind, "param": param, "code": code}}
 
 
 TOGETHER = 64  # vectors that are written at once
+SPECIAL = 8  # tokens that are put around a text at most
 
 Embedded = tuple[Tensor, int]  # the vector [D] of a text, and how many tokens were read of it
 
@@ -343,7 +416,26 @@ def _embed(prompt: str | None, m: Bundle, texts: abc.Sequence[str]) -> list[Embe
         not vectors.isfinite().all(),
         "the model gave a vector with NaN or infinite numbers: its weights are broken",
     )
+    if m.sentences is None:  # a model of sentences says itself whether its vectors have length 1
+        vectors = nnf.normalize(vectors, dim=-1)
     return list(zip(vectors, counts))
+
+
+def check_lengths(m: Bundle, texts: abc.Sequence[str], prompt: str | None) -> None:
+    """Refuse a text that the model cannot read whole."""
+    before = "" if m.sentences is None else m.sentences.before(prompt)
+    for number, text in enumerate(texts):
+        if len((before + text).encode("utf-8", "replace")) + SPECIAL <= m.max_length:
+            continue  # no token is shorter than a byte
+        whole = before + text if m.sentences is None else m.sentences.read(before + text)
+        (ids,) = m.encode([whole])
+        if len(ids) > m.max_length:
+            raise RequestError(
+                f"input {number} has {len(ids)} tokens, and this model reads {m.max_length}: shorten it, or "
+                "send truncate: true",
+                "context_length_exceeded",
+                param="input",
+            )
 
 
 def written(model: str, found: abc.Sequence[Embedded], as_base64: bool) -> Iterator[str]:

@@ -15,25 +15,19 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
-from clearhead.errors import BusyError, ClearheadError, InputError, nearest, refuse
+from clearhead.errors import BusyError, ClearheadError, InputError, RequestError, nearest, refuse
 from clearhead.labs.retrieval.index import Index
 from clearhead.labs.retrieval.passages import before_prompt, cited
 from clearhead.learn.tasks import reading
-from clearhead.learn.tasks.chat import chat_ids
+from clearhead.learn.tasks.generation import chat_ids
+from clearhead.run.generate.stream import token_texts
 from clearhead.run.serve import answers, protocol
-from clearhead.run.serve.answers import (
-    DEFAULT_TOKENS,
-    LOOK,
-    Choices,
-    completion,
-    conversation,
-    error_body,
-    token_text,
-)
+from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, choices_of, error_body
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.protocol import ChatBody, CompletionBody
-from clearhead.run.serve.server import OWNER, Guard
+from clearhead.run.serve.server import OWNER, RETRY_AFTER, Admission, Guard
 from clearhead.run.serve.status import Metrics, add_page
 
 
@@ -85,7 +79,6 @@ class ServedPassages:
         return whole, [{"number": number, **cited(hit)} for number, hit in enumerate(some, start=1)]
 
 
-RETRY_AFTER = "1"
 KIND = re.compile(r"constrained-|(list|dict)\[|(str|bool|int|float|Schema)$")  # as pydantic names kinds
 LOG = logging.getLogger("clearhead.run.serve")
 
@@ -99,13 +92,15 @@ def make_server(
     page: bool = False,
     log_prompts: bool = False,
     share_prefix_cache: bool = False,
+    cors: Sequence[str] = (),
 ) -> FastAPI:
     """Return the routes for models by name; the first is the one a request without a name gets.
 
     `page`: show what is done at /, and what was asked and answered in the explorer. `log_prompts`: write what
     is asked to the log `clearhead.run.serve`, a line of JSON for each request; else nothing of it is written.
     `share_prefix_cache`: requests with different keys share cached prefixes too; else a request finds those
-    of its own key alone, since how many of its tokens were cached tells what others have asked.
+    of its own key alone, since how many of its tokens were cached tells what others have asked. `cors`:
+    origins whose pages may read answers.
     """
     metrics = Metrics()
     named = {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
@@ -123,7 +118,16 @@ def make_server(
     app = FastAPI(
         title="clearhead", version=version("clearhead"), lifespan=life, docs_url=None, redoc_url=None
     )
-    app.add_middleware(Guard, host=host, keys=keys, settle=next(iter(engines.values())).settle)
+
+    def check_room() -> None:
+        full = [engine for engine in engines.values() if engine.room < 1]
+        if len(full) == len(engines):
+            full[0].check_room()
+
+    app.state.admission = Admission(host, keys, check_room, cors)
+    app.add_middleware(Guard, admission=app.state.admission)
+    if cors:  # outermost: a browser asks whether it may before it sends a key
+        app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
 
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> Response:
@@ -132,8 +136,8 @@ def make_server(
     @app.exception_handler(ClearheadError)
     async def refused(request: Request, error: ClearheadError) -> Response:
         if isinstance(error, BusyError):
-            return _error(429, str(error), headers={"Retry-After": RETRY_AFTER})
-        return _error(400, str(error))
+            return JSONResponse(error_body(error, 429), 429, {"Retry-After": RETRY_AFTER})
+        return JSONResponse(error_body(error), getattr(error, "status", 400))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
@@ -146,9 +150,8 @@ def make_server(
     def engine_of(name: str | None) -> tuple[str, ServeEngine]:
         found = known[0] if name is None else name
         if found not in named:
-            raise HTTPException(
-                404, f'model "{found}"{nearest(found, known)} is not here: {", ".join(known)} are'
-            )
+            line = f'model "{found}"{nearest(found, known)} is not here: {", ".join(known)} are'
+            raise RequestError(line, "model_not_found", 404, "model")
         return found, named[found]
 
     def note(engine: ServeEngine, inputs: Sequence[Any]) -> None:
@@ -160,15 +163,15 @@ def make_server(
     def owner_of(request: Request) -> str:
         return "" if share_prefix_cache else str(request.scope.get(OWNER, ""))
 
-    async def cite(engine: ServeEngine, body: Any) -> dict[str, Any]:
-        return {} if passages is None else {"passages": await run_in_threadpool(passages.put, engine, body)}
-
-    async def answered(
-        choices: Choices, body: protocol.GenerationBody, request: Request, cited: dict[str, Any]
-    ) -> Response:
-        choices.cited = cited
-        note(choices.engine, choices.prompts)
-        await choices.begin(metrics, bool(body.stream))
+    async def generated(body: CompletionBody | ChatBody, request: Request) -> Response:
+        """Admit a request before it is encoded, and answer it; passages come before its prompts."""
+        name, engine = engine_of(body.model)
+        with engine.admit():
+            found = None if passages is None else await run_in_threadpool(passages.put, engine, body)
+            choices = await run_in_threadpool(choices_of, engine, name, body, owner_of(request))
+            choices.cited = {} if found is None else {"passages": found}
+            note(engine, choices.prompts)
+            await choices.begin(metrics, bool(body.stream))
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(choices.stream(usage), media_type="text/event-stream")
@@ -176,18 +179,11 @@ def make_server(
 
     @app.post("/v1/completions")
     async def completions(body: protocol.CompletionBody, request: Request) -> Response:
-        name, engine = engine_of(body.model)
-        engine.check_room()  # before anything is encoded
-        cited = await cite(engine, body)
-        return await answered(completion(engine, name, body, owner_of(request)), body, request, cited)
+        return await generated(body, request)
 
     @app.post("/v1/chat/completions")
     async def chat(body: protocol.ChatBody, request: Request) -> Response:
-        name, engine = engine_of(body.model)
-        engine.check_room()
-        cited = await cite(engine, body)
-        choices = await run_in_threadpool(conversation, engine, name, body, owner_of(request))
-        return await answered(choices, body, request, cited)
+        return await generated(body, request)
 
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
         """Let the engine read inputs, as long as the client waits."""
@@ -207,6 +203,8 @@ def make_server(
             f"prompt_name {body.prompt_name!r}: this model has no prompts "
             "(config_sentence_transformers.json)",
         )
+        if body.truncate in (None, False, "NONE"):
+            await run_in_threadpool(answers.check_lengths, engine.m, body.texts(), body.prompt_name)
         found = await read(engine, body.texts(), answers.embedding(body.prompt_name), request)
         chunks = answers.written(name, found, body.encoding_format == "base64")
         return StreamingResponse(chunks, media_type="application/json")
@@ -221,57 +219,68 @@ def make_server(
         ]
         return JSONResponse({"object": "list", "data": data, "model": name})
 
-    async def scored(body: protocol.PairsBody, request: Request) -> tuple[str, list[float]]:
-        """Return how well each document answers the query, by a model of pairs or by the angle of answers."""
+    async def scored(body: protocol.PairsBody, request: Request) -> tuple[list[float], dict[str, Any]]:
+        """Return how well each document answers the query, by a model of pairs or by the angle of answers.
+
+        With it what both answers have in common: the model, and how many tokens were read.
+        """
         name, engine = engine_of(body.model)
         if reading.reads_pairs(engine.m):
             pairs = [(body.query, text) for text in body.documents]
-            return name, [one.probability for one in await read(engine, pairs, reading.classify, request)]
-        found = await read(engine, [body.query, *body.documents], answers.embedding(None), request)
-        return name, reading.cosines([vector for vector, _ in found])
+            scores = [one.probability for one in await read(engine, pairs, reading.classify, request)]
+            tokens = await run_in_threadpool(lambda: sum(len(engine.m.framed(*pair).ids) for pair in pairs))
+        else:
+            found = await read(engine, [body.query, *body.documents], answers.embedding(None), request)
+            scores = reading.cosines([vector for vector, _ in found])
+            tokens = sum(count for _, count in found)
+        return scores, {"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
     @app.post("/v1/rerank")
     async def rerank(body: protocol.PairsBody, request: Request) -> Response:
-        name, scores = await scored(body, request)
+        scores, about = await scored(body, request)
         results = [
             {"index": one.index, "document": {"text": one.text}, "relevance_score": one.score}
             for one in reading.ranked(scores, body.documents, body.top_n)
         ]
-        return JSONResponse({"model": name, "results": results})
+        return JSONResponse({**about, "results": results})
 
     @app.post("/v1/score")
     async def score(body: protocol.PairsBody, request: Request) -> Response:
         refuse(body.top_n is not None, "top_n is for rerank: score gives every document, in its order")
-        name, scores = await scored(body, request)
+        scores, about = await scored(body, request)
         data = [{"index": n, "object": "score", "score": one} for n, one in enumerate(scores)]
-        return JSONResponse({"object": "list", "model": name, "data": data})
+        return JSONResponse({"object": "list", **about, "data": data})
 
     @app.post("/tokenize")
     def tokenize(body: protocol.TokenizeBody) -> Response:  # in a thread: a long text takes its time
-        m = engine_of(body.model)[1].m
+        engine = engine_of(body.model)[1]
+        m = engine.m
         encoding = m.text_tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-        texts = {token: token_text(m, token) for token in set(encoding.ids)}
-        found = {"tokens": encoding.ids, "token_strs": [texts[token] for token in encoding.ids]}
+        found = {"tokens": encoding.ids, "token_strs": token_texts(m.text_tokenizer, encoding.ids)}
         # Made here: FastAPI would look at each token, in the loop that all others wait for.
-        return JSONResponse({**found, "count": len(encoding.ids), "max_model_len": m.max_length})
+        return JSONResponse({**found, "count": len(encoding.ids), "max_model_len": engine.max_length})
 
     @app.post("/detokenize")
     def detokenize(body: protocol.DetokenizeBody) -> Any:
         return {"prompt": engine_of(body.model)[1].m.decode(body.tokens)}
 
+    def card(name: str) -> dict[str, Any]:
+        length = named[name].max_length
+        return {
+            "id": name,
+            "object": "model",
+            "created": begun,
+            "owned_by": "clearhead",
+            "max_model_len": length,
+        }
+
     @app.get("/v1/models")
     async def models() -> Any:
-        data = [
-            {
-                "id": name,
-                "object": "model",
-                "created": begun,
-                "owned_by": "clearhead",
-                "max_model_len": engine.m.max_length,
-            }
-            for name, engine in named.items()
-        ]
-        return {"object": "list", "data": data}
+        return {"object": "list", "data": [card(name) for name in named]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Any:
+        return card(engine_of(name)[0])
 
     @app.get("/health")
     async def health() -> Response:
@@ -314,9 +323,7 @@ def _in_words(error: RequestValidationError, content_type: str) -> tuple[str, st
     return "; ".join(dict.fromkeys(lines)), next(iter(fields), None) or None
 
 
-def _error(
-    status: int, line: str, param: str | None = None, headers: Mapping[str, str] | None = None
-) -> Response:
-    body = error_body(InputError(line))
+def _error(status: int, line: str, param: str | None = None) -> Response:
+    body = error_body(InputError(line), status)
     body["error"]["param"] = param
-    return JSONResponse(body, status, dict(headers or {}))
+    return JSONResponse(body, status)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 
 from clearhead.errors import ClearheadError, InputError, MissingExtraError, refuse
 from clearhead.run.api import load
-from clearhead.run.serve.answers import Choices, completion, conversation, error_body
+from clearhead.run.serve.answers import Choices, choices_of, error_body
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.protocol import ChatBody, CompletionBody
@@ -103,19 +104,23 @@ def answers_to(
         line = {"id": f"batch-{row}", "custom_id": row, "request_sha256": fingerprint(model, rows[row])}
         return row, json.dumps({**line, "response": answer, "error": None}, ensure_ascii=False)
 
-    flying: dict[str, Choices] = {}
-    for row, line in _while_any(iter(rows.items()), flying):
-        if row is not None:
+    waiting, flying = deque(rows.items()), dict[str, Choices]()
+    while waiting or flying:
+        if waiting and len(flying) < engine.limits.running:
+            row, line = waiting.popleft()
             try:
                 flying[row] = _submitted(engine, name, line)
             except (ClearheadError, ValidationError) as error:
                 yield written(row, 400, error_body(InputError(str(error).replace("\n", " "))))
             except Exception as error:
                 yield written(row, 500, error_body(error))
-        if row is None or len(flying) >= engine.limits.running:
-            engine.step()
-        for done in [row for row, one in flying.items() if all(seq.done for seq in one.seqs)]:
-            yield written(done, *_answered(flying.pop(done)))
+            continue
+        engine.step()
+        for row in [row for row, choices in flying.items() if all(seq.done for seq in choices.seqs)]:
+            try:
+                yield written(row, 200, flying.pop(row).answer())
+            except Exception as error:
+                yield written(row, 500, error_body(error))
 
 
 def _lock(file: TextIO, out: Path) -> None:
@@ -126,14 +131,6 @@ def _lock(file: TextIO, out: Path) -> None:
         raise InputError(f"another batch is writing to {out}: wait for it, or name another file") from None
     except OSError:  # some network file systems have no locks
         return
-
-
-def _while_any(
-    waiting: Iterator[tuple[str, Any]], flying: dict[str, Choices]
-) -> Iterator[tuple[str | None, Any]]:
-    yield from waiting
-    while flying:
-        yield None, None
 
 
 def _submitted(engine: ServeEngine, name: str, line: Any) -> Choices:
@@ -147,19 +144,10 @@ def _submitted(engine: ServeEngine, name: str, line: Any) -> Choices:
         model not in (None, name),
         f'model "{model}" is not the model of this batch, "{name}": leave it out, or run another batch',
     )
-    if url == URLS[1]:
-        choices = conversation(engine, name, ChatBody.model_validate(body))
-    else:
-        choices = completion(engine, name, CompletionBody.model_validate(body))
+    kind = ChatBody if url == URLS[1] else CompletionBody
+    choices = choices_of(engine, name, kind.model_validate(body))
     choices.submit()
     return choices
-
-
-def _answered(choices: Choices) -> tuple[int, dict[str, Any]]:
-    try:
-        return 200, choices.answer()
-    except Exception as error:
-        return 500, error_body(error)
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -17,29 +17,30 @@ import sys
 import threading
 import time
 from collections import abc, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from clearhead.core.transformer import Transformer
-from clearhead.errors import BusyError, InputError, refuse
+from clearhead.errors import BusyError, InputError, RequestError, refuse
 from clearhead.learn.tasks.generation import Prompt
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.decode import steps_back
-from clearhead.run.generate.speculate import Drafter, drafters_for
+from clearhead.run.generate.checks import steps_back
+from clearhead.run.generate.speculate import Drafter, DraftTokens, Proposal, RowPrice, drafters_for, verify
 from clearhead.run.serve import limits as limiting
 from clearhead.run.serve.adapters import Updates
-from clearhead.run.serve.kv_cache import ALL
+from clearhead.run.serve.kv_cache import ALL, Chunk
 from clearhead.run.serve.limits import Limits, ServeStats, check_fits, chunk_size, pool_for, window_blocks
-from clearhead.run.serve.model_runner import ModelRunner, Part, Read
+from clearhead.run.serve.model_runner import ModelRunner
 from clearhead.run.serve.pooling import CHARACTERS, InsideView, PoolingQueue, PoolingRequest, with_model
 from clearhead.run.serve.sequence import (
-    DraftTokens,
     OnUpdate,
-    Sequence,
+    Plan,
+    ServedSequence,
     ServeOptions,
     check_served,
     plain_greedy,
@@ -59,15 +60,13 @@ class ServeEngine:
         self.adapters = adapters or {}
         self.model_runner = ModelRunner(m.model, self.limits, self.adapters)
         self.pooling_model = with_model(m, self.model_runner.runner)
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # by arrival
-        self.finished: deque[Sequence] = deque(maxlen=KEPT)  # for those who look inside them
+        self.waiting: deque[ServedSequence] = deque()
+        self.running: list[ServedSequence] = []  # by arrival
+        self.finished: deque[ServedSequence] = deque(maxlen=KEPT)  # for those who look inside them
         self.inside = InsideView(m)
         self.moved = time.monotonic()  # when the last step ended
-        self.heartbeat: Callable[[], None] = lambda: (
-            None
-        )  # called whenever `busy`, `moved` or `room` may differ
-        self.closed, self._count, self.decided = False, 0, 0  # requests let in or refused
+        self.closed, self._count = False, 0
+        self.admitted = 0  # requests that have room and are not submitted yet
         self._wake = threading.Condition()
         self._thread: threading.Thread | None = None
         weight, spec = next(m.model.parameters()), m.model.main.spec
@@ -88,11 +87,15 @@ class ServeEngine:
         return self.model_runner.agree(self.limits.tokens + self.limits.running)
 
     @property
+    def max_length(self) -> int:
+        """The context length: tokens that a prompt and its answer may have."""
+        return self.limits.max_length or self.m.max_length
+
+    @property
     def longest(self) -> int:
         """The most tokens that a prompt and its text may have together."""
         pool = self.pool.blocks.get(ALL) if self.pool is not None else None
-        room = self.m.max_length if pool is None else pool.count * self.limits.block
-        return min(self.m.max_length, room)
+        return self.max_length if pool is None else min(self.max_length, pool.count * self.limits.block)
 
     # Requests ----------------------------------------------------------------------------------------------
 
@@ -100,7 +103,7 @@ class ServeEngine:
     def room(self) -> int:
         """Number of requests that may still come: those that can begin at the next step, and may wait."""
         free = self.limits.running - len(self.running)
-        return self.limits.waiting + free - len(self.waiting) - len(self.pooling.waiting)
+        return self.limits.waiting + free - len(self.waiting) - len(self.pooling.waiting) - self.admitted
 
     def check_room(self, tokens: int = 0, joined: bool = False) -> None:
         """Raise `BusyError` where no more may wait; cheap enough to ask before a prompt is encoded.
@@ -117,11 +120,17 @@ class ServeEngine:
                 f"{limits.waiting} and {limits.waiting_tokens} may: try again later"
             )
 
-    def settle(self) -> None:
-        """Count a request that was refused."""
+    @contextmanager
+    def admit(self) -> Iterator[None]:
+        """Keep room for a request while it is encoded; its sequences are submitted with `joined`."""
         with self._wake:
-            self.decided += 1
-        self.heartbeat()
+            self.check_room()
+            self.admitted += 1
+        try:
+            yield
+        finally:
+            with self._wake:
+                self.admitted -= 1
 
     def submit(
         self,
@@ -129,16 +138,23 @@ class ServeEngine:
         options: Mapping[str, Any] | None = None,
         serving: ServeOptions | None = None,
         on_update: OnUpdate | None = None,
-        after: Sequence | None = None,
+        after: ServedSequence | None = None,
         joined: bool = False,
-    ) -> Sequence:
+    ) -> ServedSequence:
         """Queue a sequence to generate; `options` are those of `generate`."""
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
         assert self.pool is not None
         limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
-        seq = Sequence(self.m, prompt, options or {}, serving or ServeOptions(), on_update)
+        seq = ServedSequence(self.m, prompt, options or {}, serving or ServeOptions(), on_update)
         seq.after = after
-        needed = len(seq.row.prompt) + seq.most
+        needed = len(seq.prompt) + seq.most
+        if max(needed, seq.sources) > self.max_length:
+            raise RequestError(
+                f"this model's context length is {self.max_length} tokens, and the request has "
+                f"{seq.prompt_tokens} in its prompt and asks for {seq.most}: shorten one of them, or start "
+                "the server with a larger --max-model-len",
+                "context_length_exceeded",
+            )
         check_fits(self.pool, needed, ALL)
         check_fits(self.pool, seq.sources, None)
         adapter = seq.serving.adapter
@@ -150,11 +166,9 @@ class ServeEngine:
         with self._wake:
             self.moved = self.moved if self.busy else time.monotonic()  # nothing had to move before
             self._count += 1
-            self.decided += not joined
             seq.number = self._count
             self.waiting.append(seq)
             self._wake.notify()
-        self.heartbeat()
         return seq
 
     def read(
@@ -168,10 +182,8 @@ class ServeEngine:
         request = PoolingRequest(inputs, lambda every: run(self.pooling_model, every), run)
         with self._wake:
             self.moved = self.moved if self.busy else time.monotonic()
-            self.decided += 1
             self.pooling.waiting.append(request)
             self._wake.notify()
-        self.heartbeat()
         return request
 
     # Steps -------------------------------------------------------------------------------------------------
@@ -192,12 +204,11 @@ class ServeEngine:
         for seq in [*self.running, *self.waiting]:
             if (reason := seq.ends.reason()) is not None:
                 self._end(seq, reason)
-        plan: list[tuple[Sequence, int, int]] = []
+        plan: Plan = []
         self._plan(plan)
         plain = self.speculation.is_plain(plan)
         self.speculation.add(plan)
-        self.heartbeat()
-        alone = [one for one in plan if not one[0].encoded]
+        alone = [one for one in plan if not one.seq.encoded]
         for one in alone:
             self._guarded([one])
         before = time.thread_time()
@@ -207,9 +218,8 @@ class ServeEngine:
         self.pooling.step()
         self.stats.steps += 1
         self.moved = time.monotonic()
-        self.heartbeat()
 
-    def _plan(self, plan: list[tuple[Sequence, int, int]]) -> None:
+    def _plan(self, plan: Plan) -> None:
         """Schedule this step: decoding sequences first, then prompts, in the order of arrival."""
         budget = self.limits.tokens
         for seq in [seq for seq in self.running if seq.decoding]:
@@ -225,35 +235,34 @@ class ServeEngine:
             seq.placed = True
             budget -= self._add(plan, seq, budget)
 
-    def _add(
-        self, plan: list[tuple[Sequence, int, int]], seq: Sequence, budget: int, most: int | None = None
-    ) -> int:
+    def _add(self, plan: Plan, seq: ServedSequence, budget: int, most: int | None = None) -> int:
         """Add chunks of a sequence up to the budget; return how many tokens they have."""
         added = 0
         for table in seq.tables.values():
             table.trim(seq.read)
         while seq.planned < len(seq.tokens) and (most is None or added < most):
-            start, stop = seq.next_chunk(self.chunk)
-            if (plan and added + stop - start > budget) or not self._make_room(plan, seq, stop):
+            chunk = seq.next_chunk(self.chunk)
+            count = chunk.stop - chunk.start
+            if (plan and added + count > budget) or not self._make_room(plan, seq, chunk.stop):
                 break
-            plan.append((seq, start, stop))
-            seq.planned, added = stop, added + stop - start
+            plan.append(chunk)
+            seq.planned, added = chunk.stop, added + count
         return added
 
-    def _make_room(self, plan: list[tuple[Sequence, int, int]], seq: Sequence, tokens: int) -> bool:
+    def _make_room(self, plan: Plan, seq: ServedSequence, tokens: int) -> bool:
         """Take the blocks for so many tokens, from the latest requests if need be."""
         for group, table in seq.tables.items():
             while group is not None and table.missing(tokens) > table.blocks.available:
                 latest = self.running[-1]
                 self._preempt(latest)
-                plan[:] = [one for one in plan if one[0] is not latest]
+                plan[:] = [one for one in plan if one.seq is not latest]
                 if latest is seq:
                     return False
             if group is not None:
                 table.extend(tokens)
         return True
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: ServedSequence) -> None:
         seq.restart()
         seq.preempted += 1
         self.stats.preempted += 1
@@ -261,13 +270,12 @@ class ServeEngine:
         seq.placed = False
         self.waiting.appendleft(seq)
 
-    def _admit(self, seq: Sequence) -> bool:
+    def _admit(self, seq: ServedSequence) -> bool:
         """Find the beginning of a prompt in the pool, and whether there is room for the rest."""
         if self.pool is not None and not seq.tables:
-            seq.place(self.pool)
-            seq.name(self.limits.block, self.shares)
+            seq.place(self.pool, self.shares)
         size, tables = self.limits.block, seq.tables
-        most = (len(seq.row.prompt) - 1) // size if seq.serving.prompt_logprobs is None else 0
+        most = (len(seq.prompt) - 1) // size if seq.serving.prompt_logprobs is None else 0
         found = seq.adopt(most)
         if None in tables:
             if tables[None].missing(seq.sources) > tables[None].blocks.available:
@@ -283,52 +291,58 @@ class ServeEngine:
                 return False
         seq.read = seq.planned = found * size
         if seq.times.begun is None:
-            self.stats.prefix_asked += len(seq.row.prompt)
+            self.stats.prefix_asked += len(seq.prompt)
             self.stats.prefix_found += seq.read
             seq.cached = seq.read
         seq.times.begun = seq.times.begun or time.monotonic()
         return True
 
-    def _guarded(self, plan: list[tuple[Sequence, int, int]]) -> None:
+    def _guarded(self, plan: Plan) -> None:
         """Run a step; an error of the whole of it ends the requests that are in it, and no other."""
         if not plan:
             return
         try:
             self._run(plan)
         except Exception as error:
-            for seq in {id(seq): seq for seq, _, _ in plan if not seq.done}.values():
+            for seq in dict.fromkeys(chunk.seq for chunk in plan if not chunk.seq.done):
                 self._end(seq, "error", error)
 
-    def _run(self, plan: list[tuple[Sequence, int, int]]) -> None:
+    def _run(self, plan: Plan) -> None:
         assert self.pool is not None
-        for read, last, logits in self.model_runner.run(self.pool, plan):
-            for seq, chunk in read:
-                self.stats.prompt_tokens += max(0, min(chunk.stop, len(seq.row.prompt)) - chunk.start)
+        for chunks, last, logits in self.model_runner.run(self.pool, plan):
+            for chunk in chunks:
+                seq = chunk.seq
+                self.stats.prompt_tokens += max(0, min(chunk.stop, len(seq.prompt)) - chunk.start)
                 self.stats.prompt_tokens += 0 if seq.encoded else seq.sources
                 seq.encoded, seq.read = True, chunk.stop
                 seq.name_blocks(chunk.start, chunk.stop, self.limits.block)
             if logits is not None:
                 self._choose(last, logits)
-            for seq in {id(seq): seq for seq, _ in read}.values():
+            for seq in dict.fromkeys(chunk.seq for chunk in chunks):
                 drafted, accepted = seq.end_drafts()
                 self.stats.drafted += drafted
                 self.stats.accepted += accepted
 
-    def _choose(self, last: Read, logits: torch.Tensor) -> None:
-        """Choose the next token of each sequence, and behind each accepted draft token: logits [B, V]."""
-        for (seq, chunk), row, best in zip(last, logits, plain_greedy([seq for seq, _ in last], logits)):
-            if not seq.stands(chunk.stop):
+    def _choose(self, last: Plan, logits: torch.Tensor) -> None:
+        """Choose the next token of each sequence, and after each accepted draft token: logits [B, V]."""
+        best = plain_greedy([chunk.seq for chunk in last], logits)
+        rows: dict[ServedSequence, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        for chunk, row, known in zip(last, logits[:, None], best):
+            rows.setdefault(chunk.seq, []).append((row, known))
+        for seq, own in rows.items():
+            if seq.done:
                 continue
+            drafted = Proposal([]) if seq.drafts is None else seq.drafts.proposal
+            goes_on, wrong, before = False, None, len(seq.ids)
             try:
-                goes_on = bool(seq.most) and seq.add(row[None], best, int(seq.draft_at(chunk.start) is None))
+                goes_on = bool(seq.most) and verify(seq.sampler, seq, own, drafted)
             except InputError as error:
-                self._end(seq, "error", error)
-                continue
-            self.stats.new_tokens += bool(seq.most)
+                wrong = error
+            self.stats.new_tokens += len(seq.ids) - before + (seq.stop_reason == "eos")
             if not goes_on:
-                self._end(seq)
+                self._end(seq, None if wrong is None else "error", wrong)
 
-    def _end(self, seq: Sequence, reason: str | None = None, error: Exception | None = None) -> None:
+    def _end(self, seq: ServedSequence, reason: str | None = None, error: Exception | None = None) -> None:
         if seq.serving.inside and reason is None:
             try:
                 seq.inside = self.inside.look(seq.serving.inside, seq.tokens, seq.prompts.source)
@@ -336,7 +350,7 @@ class ServeEngine:
                 error = wrong
         self.finished.append(seq)  # before anyone is told that it has ended
         seq.end(reason, error)
-        self.stats.ended[seq.row.stop_reason] += 1
+        self.stats.ended[seq.stop_reason] += 1
         if seq.placed:
             self.running.remove(seq)
             seq.placed = False
@@ -377,32 +391,6 @@ class ServeEngine:
 LOOKUP = 8  # draft tokens of a sequence at most
 FEW = 8  # sequences that may decode at once; with more of them a step has work enough
 ROWS = 16  # of a step with draft tokens, at most
-FORGOTTEN = 0.95  # how much of what steps cost is kept from one to the next
-ASSUMED = 0.25  # of a step of one row, the price of one more, until steps of several sizes were seen
-
-
-class RowPrice:
-    """What a step costs by the number of its rows: a line through the latest steps."""
-
-    def __init__(self) -> None:
-        self.sums = [0.0] * 5  # of 1, rows, seconds, rows squared, rows times seconds
-
-    def keep(self, rows: int, seconds: float) -> None:
-        """Note what a step has cost."""
-        values = (1, rows, seconds, rows * rows, rows * seconds)
-        self.sums = [FORGOTTEN * old + new for old, new in zip(self.sums, values)]
-
-    def of_one_more(self, rows: int, tokens: float) -> float:
-        """Return the price of a further row in new tokens, where `rows` rows are worth `tokens` of them."""
-        count, all_rows, seconds, squared, mixed = self.sums
-        spread = count * squared - all_rows**2
-        each = seconds / all_rows if seconds > 0 else 1.0  # the most that a row can cost
-        if spread > 0.01 * count**2:
-            slope = min(max((count * mixed - all_rows * seconds) / spread, 0.0), each)
-        else:
-            slope = ASSUMED * each
-        whole = seconds / count + slope * (rows - all_rows / count) if seconds > 0 else 1.0
-        return slope * tokens / max(whole, slope)
 
 
 class Speculation:
@@ -415,28 +403,28 @@ class Speculation:
         self.model, self.most = model, most if steps_back(model) else 0
         self.rows, self.price = min(limits.tokens, ROWS), RowPrice()
 
-    def add(self, plan: list[Part]) -> None:
+    def add(self, plan: Plan) -> None:
         """Add draft tokens to a step that takes a few sequences one token further each."""
         if not self.most or len(plan) > FEW or not self.is_plain(plan):
             return
         expected = float(len(plan))
-        for seq, _, stop in list(plan):
+        for seq, stop in [(chunk.seq, chunk.stop) for chunk in plan]:
             drafts = seq.drafts = seq.drafts or DraftTokens(self._drafter(seq))
-            drafts.look(seq.tokens, min(self.most, seq.most - len(seq.row.ids) - 1))
+            drafts.look(seq.tokens, min(self.most, seq.most - len(seq.ids) - 1))
             chance = drafts.share
             for place in range(stop, stop + len(drafts.found)):
                 pays = chance > self.price.of_one_more(len(plan), expected)
                 if not pays or len(plan) >= self.rows or not seq.take_free(place + 1):
                     break
-                plan.append((seq, place, place + 1))
+                plan.append(Chunk(seq, place, place + 1))
                 drafts.read += 1
                 expected, chance = expected + chance, chance * drafts.share
 
     @staticmethod
-    def is_plain(plan: abc.Sequence[Part]) -> bool:
+    def is_plain(plan: Plan) -> bool:
         """Return whether a step is decoding alone: the last token of each sequence."""
-        return bool(plan) and all(seq.decoding for seq, _, _ in plan)
+        return bool(plan) and all(chunk.seq.decoding for chunk in plan)
 
-    def _drafter(self, seq: Sequence) -> Drafter:
+    def _drafter(self, seq: ServedSequence) -> Drafter:
         request = replace(seq.request, lookup=self.most)
-        return drafters_for(self.model, request, seq.prompts, seq.prompts.texts, None)[0]
+        return drafters_for(self.model, request, seq.prompts, [seq.prompts.text(0)], None)[0]

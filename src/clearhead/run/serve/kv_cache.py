@@ -15,14 +15,17 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, CrossKeys, LayerKeys, StateKeys
+from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.masks import Tokens
+from clearhead.run.kernels.fixed_cache import FixedKeys
+from clearhead.variants.caches import StateKeys
 
 
 @dataclass(frozen=True)
@@ -128,21 +131,16 @@ Slots = slice | Tensor  # of a pool: neighbours are read in place, others are ga
 Group = tuple[int | None, int] | None  # the reach of a window and its first tokens; None: cross-attention
 
 
-def group_of(kind: Kind) -> Group:
-    """Return the group of a layer of this kind."""
-    return (kind.reach, kind.kept_first)
+def group_of(kind: Kind | None) -> Group:
+    """Return the group of a layer of this kind; None: of cross-attention."""
+    return None if kind is None else (kind.reach, kind.kept_first)
 
 
 class Pool:
     """The keys and values of every layer, in blocks of `size` tokens."""
 
     def __init__(
-        self,
-        spec: StackSpec,
-        size: int,
-        counts: dict[Group, int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: StackSpec, size: int, counts: dict[Group, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         self.size, self.device = size, device
         self.spare = max(counts.values(), default=0)  # the number of a block more, which nobody reads
@@ -158,12 +156,8 @@ class Pool:
             )
             return k, v
 
-        for layer, kind in enumerate(spec.kinds):
-            name = f"{spec.prefix}blocks.{layer}"
-            if kind.chooses:
-                self.layers[layer] = room(f"{name}.attention", group_of(kind))
-            if spec.cross:
-                self.cross[layer] = room(f"{name}.cross", None)
+        for layer, group, attention in attentions_of(spec):
+            (self.cross if group is None else self.layers)[layer] = room(attention, group)
 
     @property
     def used(self) -> int:
@@ -176,10 +170,29 @@ class Pool:
         return max((blocks.used / blocks.count for blocks in self.blocks.values()), default=0.0)
 
 
-def groups_of(spec: StackSpec) -> list[Group]:
-    """Return the groups that a stack needs."""
-    found: list[Group] = list(dict.fromkeys(group_of(kind) for kind in spec.kinds if kind.chooses))
-    return [*found, None] if spec.cross else found
+def attentions_of(spec: StackSpec) -> list[tuple[int, Group, str]]:
+    """Return the attentions of a stack that keep keys: the layer, the group and the name of each."""
+    blocks = [f"{spec.prefix}blocks.{layer}" for layer in range(len(spec.kinds))]
+    kept: list[tuple[int, Group, str]] = [
+        (layer, group_of(kind), f"{blocks[layer]}.attention")
+        for layer, kind in enumerate(spec.kinds)
+        if kind.chooses
+    ]
+    return kept + [(layer, None, f"{block}.cross") for layer, block in enumerate(blocks) if spec.cross]
+
+
+def token_bytes(spec: StackSpec, size: int) -> dict[Group, int]:
+    """Return the groups that a stack needs, and the bytes of a token in each, in numbers of `size` bytes."""
+    total: dict[Group, int] = {}
+    for _, group, attention in attentions_of(spec):
+        own = spec.kv_heads_of(attention) * (spec.d_head + spec.d_value) * size
+        total[group] = total.get(group, 0) + own
+    return total
+
+
+def blocks_for(tokens: int, size: int) -> int:
+    """Return how many blocks hold so many tokens."""
+    return math.ceil(tokens / size)
 
 
 class Table:
@@ -192,7 +205,7 @@ class Table:
 
     def missing(self, tokens: int) -> int:
         """Return how many blocks `tokens` tokens need beyond those there are."""
-        return max(0, math.ceil(tokens / self.pool.size) - len(self.ids))
+        return max(0, blocks_for(tokens, self.pool.size) - len(self.ids))
 
     def extend(self, tokens: int) -> None:
         """Take the blocks that are missing; there must be as many."""
@@ -266,28 +279,41 @@ def spelled(slots: Slots, pool: Pool) -> Tensor:
     return torch.arange(slots.start, slots.stop, device=pool.device)
 
 
-class Chunk(Cache):
-    """Tokens of one request that are read together, as the cache that these tokens alone would have."""
+States = dict[int, StateKeys]  # by layer, of one request
 
-    def __init__(self, span: slice, start: int, tables: dict[Group, Table], states: "States") -> None:
-        """Describe the tokens that stand at `span` of the step's row, and at `start` of their own text."""
-        super().__init__()
-        self.span, self.start, self.stop = span, start, start + span.stop - span.start
-        self.tables, self.states = tables, states
+
+class Owner(Protocol):
+    """Whose tokens a chunk has: a sequence with its block tables and states."""
+
+    tables: dict[Group, Table]
+    states: States
+
+
+Of = TypeVar("Of", bound=Owner)
+
+
+class Chunk(Generic[Of]):
+    """Tokens `start` to `stop` of one sequence, which a step runs together."""
+
+    def __init__(self, seq: Of, start: int, stop: int) -> None:
+        self.seq, self.start, self.stop = seq, start, stop
+        self.span = slice(0, stop - start)  # where they stand in the row of the step
         self._read: dict[Group, tuple[Tokens, Slots]] = {}
+
+    def placed(self, at: int) -> int:
+        """Place the tokens in the row of the step; return where the next ones begin."""
+        self.span = slice(at, at + self.stop - self.start)
+        return self.span.stop
 
     def read(self, group: Group) -> tuple[Tokens, Slots]:
         """Return the tokens that layers of a group read, and where their keys are."""
         if group not in self._read:
-            self._read[group] = self.tables[group].visible(self.start, self.stop)
+            self._read[group] = self.seq.tables[group].visible(self.start, self.stop)
         return self._read[group]
 
     def visible(self, kind: Kind) -> Tokens:
-        """Return the tokens whose keys layers of this kind read."""
+        """Return the tokens whose keys layers of this kind read, as a cache of this chunk alone would."""
         return self.read(group_of(kind))[0]
-
-
-States = dict[int, StateKeys]  # by layer, of one request
 
 
 @dataclass(frozen=True)
@@ -298,90 +324,102 @@ class SourceTokens(Tokens):
     lengths: tuple[int, ...] = ()
 
 
-class PagedCache(Cache):
-    """The cache of one step: chunks of several requests, side by side in one row."""
+class Rows(NamedTuple):
+    """What the rows of a step read in the blocks of a group."""
 
-    def __init__(self, pool: Pool, chunks: Sequence[Chunk], sources: Sequence[int] = ()) -> None:
+    tokens: Tokens  # B S
+    table: Tensor  # B S/size: numbers of blocks
+    new: Tensor  # B: slots of the new tokens
+
+
+class PagedCache(Cache):
+    """The cache of one step: keys in a pool, in the blocks of the requests' tables.
+
+    Chunks of several requests stand side by side in one row. With `by_rows`, each has one token and is a row.
+    A captured step has `given` [B, 2 + M] on its device instead: of each row token, position and blocks.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        chunks: Sequence[Chunk[Any]] = (),
+        sources: Sequence[int] = (),
+        by_rows: bool = False,
+        given: Tensor | None = None,
+    ) -> None:
         """Prepare a step; `sources` are the lengths of the chunks' sources, once their keys are there."""
         super().__init__()
-        self.pool, self.chunks = pool, chunks
+        self.pool, self.chunks, self.by_rows, self.given = pool, chunks, by_rows, given
+        self.source_known = bool(sources)
         self._written: dict[Group, Tensor] = {}
-        if sources:
-            slots = tuple(p.tables[None].slots(0, length) for p, length in zip(chunks, sources))
+        self._rows: dict[Group, Rows] = {}
+        if by_rows:
+            self.count_from(torch.tensor([[chunk.start] for chunk in chunks]))
+        if sources and by_rows:
+            self.source = self.rows_of(None, [length - 1 for length in sources]).tokens
+        elif sources:
+            slots = tuple(p.seq.tables[None].slots(0, length) for p, length in zip(chunks, sources))
             nothing = torch.zeros(1, 1, dtype=torch.long, device=pool.device)
             lengths = tuple(chunk.stop - chunk.start for chunk in chunks)
             self.source = SourceTokens(nothing, nothing, None, None, False, slots=slots, lengths=lengths)
 
-    def written(self, group: Group) -> Tensor:
-        """Return the slots that the new tokens are written to [T]."""
+    def count_from(self, positions: Tensor) -> None:
+        """Let the next call count its tokens from these positions [B, 1]."""
+        before = positions - 1
+        self.tokens = Tokens(before, before, torch.ones_like(before, dtype=torch.bool), None, False)
+
+    def new_slots(self, kind: Kind | None, count: int) -> Tensor:
+        """Return the slots that the new tokens, or those of the one source of this step, are written to."""
+        group = group_of(kind)
         if group not in self._written:
-            parts = [spelled(p.tables[group].slots(p.start, p.stop), self.pool) for p in self.chunks]
+            spans = [(p, p.start, p.stop) if group is not None else (p, 0, count) for p in self.chunks]
+            parts = [spelled(p.seq.tables[group].slots(start, stop), self.pool) for p, start, stop in spans]
             self._written[group] = torch.cat(parts)
         return self._written[group]
+
+    def rows_of(self, group: Group, last: Sequence[int] = ()) -> Rows:
+        """Return what rows read of a group, up to position `last` of each row."""
+        if group not in self._rows:
+            size, rows, new = self.pool.size, [], []
+            for chunk, position in zip(self.chunks, last):
+                ids = chunk.seq.tables[group].ids[: position // size + 1]
+                rows.append([(number, block) for number, block in enumerate(ids) if block is not None])
+                new.append(rows[-1][-1][1] * size + position % size)
+            longest, beyond = max(map(len, rows)), max(last) // size + 1
+            padded = torch.tensor([row + [(beyond, 0)] * (longest - len(row)) for row in rows])  # B S/size 2
+            positions = (padded[:, :, :1] * size + torch.arange(size)).flatten(1)  # B S
+            real = positions <= torch.tensor(last)[:, None]
+            tokens = Tokens(positions, positions, real, None, False)
+            self._rows[group] = Rows(tokens, padded[:, :, 1].contiguous(), torch.tensor(new))
+        return self._rows[group]
+
+    def visible(self, kind: Kind) -> Tokens:
+        """Return the tokens in the blocks that rows read; in a captured step the new ones.
+
+        There a kernel that knows their positions sees what is before them by itself.
+        """
+        if not self.by_rows:
+            return self._visible
+        return self.rows_of(group_of(kind), [chunk.start for chunk in self.chunks]).tokens
 
     def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the keys of one layer, or the state of each chunk."""
         if not kind.chooses:
-            return ChunkStates([chunk.states.setdefault(index, StateKeys()) for chunk in self.chunks])
-        return PagedKeys(self.pool.layers[index], self.written(group_of(kind)))
+            return StateKeys(
+                chunks=[chunk.seq.states.setdefault(index, StateKeys()) for chunk in self.chunks]
+            )
+        return FixedKeys(self, kind, self.pool.layers[index])
 
-    def cross_layer(self, index: int) -> CrossKeys:
+    def cross_layer(self, index: int) -> LayerKeys:
         """Return the keys of sources; those of a source that is being read are written into the pool."""
-        unread = self.chunks[0].tables[None] if not isinstance(self.source, SourceTokens) else None
-        return PagedCross(self.pool.cross[index], unread)
+        return FixedKeys(self, None, self.pool.cross[index], known=self.source_known)
 
     def begin(self, tokens: Tokens) -> None:
-        """Prepare nothing: the chunks describe the tokens."""
+        """Keep the new tokens: the chunks describe what is before them."""
+        self._visible = tokens
 
     def advance(self) -> None:
         """Count nothing: the engine counts for each request."""
-
-
-class ChunkStates(LayerKeys):
-    """The states of one layer, one for each chunk of a step."""
-
-    def __init__(self, states: list[StateKeys]) -> None:
-        self.states = states
-
-
-class PagedKeys(LayerKeys):
-    """The keys of one layer, of all requests."""
-
-    def __init__(self, room: tuple[Tensor, Tensor], slots: Tensor) -> None:
-        self.room, self.slots = room, slots
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values; return the whole pool."""
-        for buffer, new in zip(self.room, (k, v)):
-            buffer.index_copy_(2, self.slots, new)
-        return self.room
-
-
-class PagedCross(CrossKeys):
-    """The keys of sources: of one that is being read, or the whole pool."""
-
-    def __init__(self, room: tuple[Tensor, Tensor], unread: Table | None) -> None:
-        self.room, self.unread = room, unread
-        if unread is None:
-            self.k, self.v = room
-
-    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the keys of the one source of this step, and return them."""
-        assert self.unread is not None
-        slots = spelled(self.unread.slots(0, k.shape[2]), self.unread.pool)
-        for buffer, new in zip(self.room, (k, v)):
-            buffer.index_copy_(2, slots, new)
-        return k, v
-
-
-def token_bytes(spec: StackSpec, group: Group, size: int) -> int:
-    """Return the bytes that a token takes in a group, in numbers of `size` bytes."""
-    total = 0
-    for layer, kind in enumerate(spec.kinds):
-        name = f"{spec.prefix}blocks.{layer}." + ("cross" if group is None else "attention")
-        if group is None or (kind.chooses and group_of(kind) == group):
-            total += spec.kv_heads_of(name) * (spec.d_head + spec.d_value) * size
-    return total
 
 
 ALL: Group = group_of(FULL)

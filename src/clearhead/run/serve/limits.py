@@ -8,8 +8,7 @@ import torch
 
 from clearhead.core.config import StackSpec
 from clearhead.errors import refuse
-from clearhead.run.serve.kv_cache import Group, Pool, groups_of, token_bytes
-from clearhead.run.serve.sequence import blocks_for
+from clearhead.run.serve.kv_cache import Group, Pool, blocks_for, token_bytes
 
 CHUNK_BLOCKS = 16  # blocks of a prompt that a GPU reads together
 CHARACTERS = 256  # that a token of a text has on the average, and rather fewer
@@ -29,6 +28,7 @@ class Limits:
     exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
     chunk: int | None = None  # tokens of a prompt read together, a multiple of block; default: block; GPU: 16
     lookup: int | None = None  # draft tokens from a sequence's own text at most; default: 8; GPU: 0, none
+    max_length: int | None = None  # tokens of a prompt and its answer together; default: the model's own
     rows: bool = True  # take the last tokens of texts through the step in C, where it runs
 
     def __post_init__(self) -> None:
@@ -56,8 +56,8 @@ def pool_for(
     spec: StackSpec, limits: Limits, max_positions: int, dtype: torch.dtype, device: torch.device
 ) -> Pool:
     """Make the pool of a model; a group with a window gets no more blocks than its texts can use."""
-    groups = groups_of(spec)
-    whole = sum(token_bytes(spec, group, dtype.itemsize) for group in groups)
+    groups = token_bytes(spec, dtype.itemsize)
+    whole = sum(groups.values())
     usual = min(limits.running * max_positions, max(CACHE_BYTES // max(1, whole), limits.block))
     count = blocks_for(limits.cache_tokens or usual, limits.block)
     counts = dict.fromkeys(groups, count)

@@ -11,43 +11,33 @@ Shapes: B batch, T tokens of all chunks, D model, H heads, K key/value heads, E 
 """
 
 import contextlib
-import functools
 import sys
-from collections import Counter, abc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearhead.core import masks
-from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import LayerKeys
 from clearhead.core.config.kinds import Kind
 from clearhead.core.feedforward import ACTIVATIONS
 from clearhead.core.positions import Rotary
-from clearhead.core.stack import Stack
+from clearhead.core.stack import Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer
 from clearhead.run.kernels.native import NativeLinear
-from clearhead.run.kernels.parts import PackedLinear, like
+from clearhead.run.kernels.parts import Direct, PackedLinear, like
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.serve.adapters import AdaptedRows, Updates, adapt
-from clearhead.run.serve.cpu_decode import DecodeRunner
-from clearhead.run.serve.cuda_graph import CudaGraphRunner
-from clearhead.run.serve.kv_cache import (
-    Chunk,
-    ChunkStates,
-    PagedCache,
-    Pool,
-    Slots,
-    SourceTokens,
-    group_of,
-)
+from clearhead.run.serve.decode_runner import CpuRunner, CudaGraphRunner
+from clearhead.run.serve.kv_cache import Chunk, PagedCache, Pool, Slots, SourceTokens, group_of
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.sequence import Sequence
+from clearhead.run.serve.sequence import Plan, ServedSequence
+from clearhead.variants.caches import StateKeys
 from clearhead.variants.gated_delta import DeltaLayer
 
 
@@ -72,14 +62,31 @@ class RaggedView(masks.View):
 
     chunks: tuple[ChunkView, ...] = ()
 
+    def attended(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, keys: Any, tap: Any, x: Tensor
+    ) -> Tensor:
+        """Attend with each chunk of queries [1, H, T, E] by itself; keys [1, K, T, E] are written first."""
+        if keys is not None and not isinstance(keys, StateKeys):
+            k, v = keys.update(k, v)
+        answers = [
+            attend(
+                q[:, :, chunk.span], chunk.keys(k), chunk.keys(v), chunk.view, state, tap, x[:, chunk.span]
+            )
+            for chunk, state in zip(self.chunks, self.states(keys))
+        ]
+        return torch.cat(answers, dim=2)
 
-class RaggedStack(Stack):
+    def states(self, keys: LayerKeys | None) -> Iterable[StateKeys | None]:
+        """Return the state of each chunk, where a layer keeps states."""
+        return keys.chunks if isinstance(keys, StateKeys) else [None] * len(self.chunks)
+
+
+class RaggedStack(Direct, Stack):
     """A stack that views each chunk of a row by itself: those of a paged cache, or packed documents."""
 
-    def _views(
-        self, of: Iterable[Kind], tokens: masks.Tokens, cache: Cache | None, *more: Any, **named: Any
-    ) -> dict[Kind, masks.View]:
-        kinds = list(dict.fromkeys(of))
+    def views(self, kinds: tuple[Kind, ...], call: StackCall) -> dict[Kind, masks.View]:
+        """Return the views of each chunk; of other passes, see `Stack`."""
+        inputs, tokens, cache = call.inputs, call.tokens, call.cache
         chunks: list[tuple[slice, masks.Tokens, Any]]
         if isinstance(cache, PagedCache):
             chunks = [(p.span, _counted(p.start, p.stop, tokens.order.device), p) for p in cache.chunks]
@@ -88,14 +95,17 @@ class RaggedStack(Stack):
             device = tokens.order.device
             chunks = [(span, _counted(0, span.stop - span.start, device), None) for span in spans]
         else:
-            return super()._views(kinds, tokens, cache, *more, **named)
+            return super().views(kinds, call)
         found: list[dict[Kind, masks.View]] = []
         for span, own, alone in chunks:
-            cut = {name: None if named[name] is None else named[name][:, span] for name in CUT}
-            found.append(super()._views(kinds, own, alone, *more, **{**named, **cut}))
+            marked = inputs.global_mask
+            cut = inputs._replace(
+                ids=inputs.ids[:, span], global_mask=None if marked is None else marked[:, span]
+            )
+            found.append(super().views(kinds, call._replace(inputs=cut, tokens=own, cache=alone)))
 
         def ragged(kind: Kind) -> masks.View:
-            views = [one[kind] for one in found]
+            views = [views_of[kind] for views_of in found]
             parts = tuple(
                 ChunkView(span, view, p.read(group_of(kind))[1] if p is not None and kind.chooses else None)
                 for (span, _, p), view in zip(chunks, views)
@@ -118,9 +128,6 @@ class RaggedStack(Stack):
         return RaggedView(chunks=tuple(parts))
 
 
-CUT = ("ids", "global_mask")  # what is given for each token of a row
-
-
 def _counted(start: int, stop: int, device: torch.device) -> masks.Tokens:
     count = torch.arange(start, stop, device=device)[None]
     return masks.Tokens(count, count, None, None, plain=True)
@@ -128,32 +135,11 @@ def _counted(start: int, stop: int, device: torch.device) -> masks.Tokens:
 
 def runs(documents: list[int]) -> list[slice]:
     """Return where each run of equal numbers begins and ends."""
-    starts = [at for at, one in enumerate(documents) if at == 0 or one != documents[at - 1]]
+    starts = [at for at, document in enumerate(documents) if at == 0 or document != documents[at - 1]]
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(documents)])]
 
 
-class RaggedAttention(Attention):
-    """Attention that attends with each chunk of a row by itself."""
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
-    ) -> Tensor:
-        """Attend with queries [1, H, T, E] to keys and values [1, K, T, E], written to the cache first."""
-        if not isinstance(view, RaggedView):
-            return super().attend(q, k, v, view, cache, tap, x)
-        states = cache.states if isinstance(cache, ChunkStates) else [None] * len(view.chunks)
-        if cache is not None and not isinstance(cache, ChunkStates):
-            k, v = cache.update(k, v)
-        answers = [
-            super(RaggedAttention, self).attend(
-                q[:, :, one.span], one.keys(k), one.keys(v), one.view, state, tap, x[:, one.span]
-            )
-            for one, state in zip(view.chunks, states)
-        ]
-        return torch.cat(answers, dim=2)
-
-
-class RaggedDelta(DeltaLayer):
+class RaggedDelta(Direct, DeltaLayer):
     """A layer of the gated delta rule that reads each chunk of a row by itself."""
 
     def forward(  # type: ignore[override]
@@ -167,15 +153,14 @@ class RaggedDelta(DeltaLayer):
         """Map [1, T, D] -> [1, T, D]."""
         if not isinstance(view, RaggedView):
             return super().forward(x, view, memory, cache, tap)
-        states = cache.states if isinstance(cache, ChunkStates) else [None] * len(view.chunks)
         answers = [
-            super(RaggedDelta, self).forward(x[:, one.span], one.view, memory, state, tap)
-            for one, state in zip(view.chunks, states)
+            super(RaggedDelta, self).forward(x[:, chunk.span], chunk.view, memory, state, tap)
+            for chunk, state in zip(view.chunks, view.states(cache))
         ]
         return torch.cat(answers, dim=1)
 
 
-class Unpadded(Transformer):
+class Unpadded(Direct, Transformer):
     """A model of one stack that leaves the padding of its rows out of all work but the head's."""
 
     def forward(
@@ -204,9 +189,11 @@ class Unpadded(Transformer):
         return Output(None if logits == "none" else self.head(hidden, mask), hidden)
 
 
-@functools.cache
-def _joined(first: Any, kind: Any) -> Any:
-    return type(kind.__name__, (first, kind), {})
+RAGGED: dict[type[nn.Module], type[nn.Module]] = {
+    Transformer: Unpadded,
+    Stack: RaggedStack,
+    DeltaLayer: RaggedDelta,
+}
 
 
 def ragged(model: Transformer, exact: bool = False) -> Transformer:
@@ -216,23 +203,14 @@ def ragged(model: Transformer, exact: bool = False) -> Transformer:
     """
 
     def part_of(part: nn.Module) -> nn.Module:
-        for base, kind in KINDS.items():
+        for base, kind in RAGGED.items():
             if isinstance(part, base):
-                joined: nn.Module = like(part, _joined(kind, cast(Any, type(part))))
-                return joined
+                return like(part, kind)
         if exact and isinstance(part, PackedLinear):
             part.packed_rows = range(1, sys.maxsize)
         return part
 
     return prepared(model, then=part_of, native=False)
-
-
-KINDS: dict[Any, Any] = {
-    Transformer: Unpadded,
-    Stack: RaggedStack,
-    Attention: RaggedAttention,
-    DeltaLayer: RaggedDelta,
-}
 
 
 @torch.inference_mode()
@@ -258,8 +236,6 @@ def rows_agree(model: Transformer, most: int) -> bool:
     return alike(ACTIVATIONS[spec.activation], spec.d_ff, next(model.parameters()))
 
 
-Part = tuple[Sequence, int, int]  # a request, and where the tokens begin and end that it reads in a step
-Read = list[tuple[Sequence, Chunk]]
 # cuDNN's is not among them: it makes a plan for each new length, which takes longer than the attention.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -269,39 +245,38 @@ class ModelRunner:
 
     def __init__(self, model: Transformer, limits: Limits, adapters: Mapping[str, Updates]) -> None:
         spec = model.main.spec
-        self.decode_runner: DecodeRunner | CudaGraphRunner | None = None
+        self.decode_runner: CpuRunner | CudaGraphRunner | None = None
         if spec.causal and model.config.head == "lm" and limits.rows:
-            self.decode_runner = DecodeRunner.make(model, limits.exact) or CudaGraphRunner.make(
+            self.decode_runner = CpuRunner.make(model, limits.exact) or CudaGraphRunner.make(
                 model, limits.running, limits.block
             )
         self.runner = ragged(model, limits.exact)
         self.rows = AdaptedRows()
         adapt(self.runner, model, adapters, self.rows)
 
-    def run(self, pool: Pool, plan: abc.Sequence[Part]) -> Iterator[tuple[Read, Read, Tensor | None]]:
-        """Run a step: yield what ran, what of it a token is chosen behind, and its logits [B, V]."""
-        rows = [part for part in plan if self._is_row(part)]
+    def run(self, pool: Pool, plan: Plan) -> Iterator[tuple[Plan, Plan, Tensor | None]]:
+        """Run a step: yield what ran, what of it a token is chosen after, and its logits [B, V]."""
+        rows = [chunk for chunk in plan if self._is_row(chunk)]
         if (
             self.decode_runner is not None and not self.decode_runner.in_order
         ):  # a row would not see those of its own text
-            counts = Counter(id(seq) for seq, _, _ in rows)
-            rows = [part for part in rows if counts[id(part[0])] == 1]
+            counts = Counter(chunk.seq for chunk in rows)
+            rows = [chunk for chunk in rows if counts[chunk.seq] == 1]
         if self.decode_runner is None or len(rows) > self.decode_runner.most:
             rows = []
-        longer = [part for part in plan if part not in rows] if rows else plan
+        longer = [chunk for chunk in plan if chunk not in rows] if rows else plan
         if longer:  # first, since the rows of a text may follow in the same step
             yield self._together(pool, longer)
         if rows and self.decode_runner is not None:
-            read = [(seq, Chunk(slice(n, n + 1), a, seq.tables, {})) for n, (seq, a, _) in enumerate(rows)]
-            tokens = [token for part in rows for token in part[0].tokens_at(*part[1:])]
-            sources = [seq.sources for seq, _, _ in rows] if rows[0][0].sources else []
-            hidden = self.decode_runner(pool, [chunk for _, chunk in read], tokens, sources)  # B D
+            tokens = [token for chunk in rows for token in chunk.seq.tokens_at(chunk.start, chunk.stop)]
+            sources = [chunk.seq.sources for chunk in rows] if rows[0].seq.sources else []
+            hidden = self.decode_runner(pool, rows, tokens, sources)  # B D
             few = len(rows) <= self.decode_runner.head_rows
             logits = (self.decode_runner.model if few else self.runner).head(hidden[:, None], None)[:, 0]
-            for (seq, chunk), row in zip(read, logits):
-                seq.keep_prompt(row[None], chunk.start)
-            last = _last(read)
-            yield read, last, logits[[chunk.span.start for _, chunk in last]]
+            for chunk, row in zip(rows, logits):
+                chunk.seq.keep_prompt(row[None], chunk.start)
+            last = [number for number, chunk in enumerate(rows) if _ends_text(chunk)]
+            yield rows, [rows[number] for number in last], logits[last]
 
     def agree(self, most: int) -> bool:
         """Return whether this machine gives a row the same bits whatever else is in a step of `most` rows."""
@@ -310,44 +285,42 @@ class ModelRunner:
         )
         return writes and rows_agree(self.runner, most)
 
-    def _is_row(self, part: Part) -> bool:
-        seq, start, stop = part
-        return stop - start == 1 and seq.encoded and not seq.serving.adapter
+    def _is_row(self, chunk: Chunk[ServedSequence]) -> bool:
+        return chunk.stop - chunk.start == 1 and chunk.seq.encoded and not chunk.seq.serving.adapter
 
-    def _together(self, pool: Pool, plan: abc.Sequence[Part]) -> tuple[Read, Read, Tensor | None]:
+    def _together(self, pool: Pool, plan: Plan) -> tuple[Plan, Plan, Tensor | None]:
         """Run chunks of any length, side by side in one row."""
-        chunks, at = [], 0
-        for seq, start, stop in plan:
-            chunks.append(Chunk(slice(at, at + stop - start), start, seq.tables, seq.states))
-            at += stop - start
-        first, device = plan[0][0], next(self.runner.parameters()).device
+        at = 0
+        for chunk in plan:
+            at = chunk.placed(at)
+        first, device = plan[0].seq, next(self.runner.parameters()).device
         encoded = first.encoded
-        sources = [seq.sources for seq, _, _ in plan] if first.sources and encoded else []
+        sources = [chunk.seq.sources for chunk in plan] if first.sources and encoded else []
         self.rows.spans = [
-            (chunk.span if encoded else slice(None), seq.serving.adapter)
-            for (seq, _, _), chunk in zip(plan, chunks)
+            (chunk.span if encoded else slice(None), chunk.seq.serving.adapter) for chunk in plan
         ]
-        ids = torch.tensor(
-            [[t for seq, start, stop in plan for t in seq.tokens_at(start, stop)]], device=device
-        )
-        places = torch.tensor([[p for _, start, stop in plan for p in range(start, stop)]], device=device)
-        source = None if encoded else first.prompts.source
+        tokens = [t for chunk in plan for t in chunk.seq.tokens_at(chunk.start, chunk.stop)]
+        places = [place for chunk in plan for place in range(chunk.start, chunk.stop)]
         with sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext():
             hidden = self.runner(
-                ids, positions=places, source=source, cache=PagedCache(pool, chunks, sources), logits="none"
+                torch.tensor([tokens], device=device),
+                positions=torch.tensor([places], device=device),
+                source=None if encoded else first.prompts.source,
+                cache=PagedCache(pool, plan, sources),
+                logits="none",
             ).hidden[0]  # T D
         self.rows.spans = ()
-        read = [(seq, chunk) for (seq, _, _), chunk in zip(plan, chunks)]
-        for seq, chunk in read:
-            if seq.serving.prompt_logprobs is not None and chunk.start < len(seq.row.prompt):
+        for chunk in plan:
+            seq = chunk.seq
+            if seq.serving.prompt_logprobs is not None and chunk.start < len(seq.prompt):
                 seq.keep_prompt(self.runner.head(hidden[None, chunk.span], None)[0], chunk.start)
-        last = _last(read)
+        last = [chunk for chunk in plan if _ends_text(chunk)]
         if not last:
-            return read, [], None
-        logits = self.runner.head(hidden[[chunk.span.stop - 1 for _, chunk in last]][:, None], None)[:, 0]
-        return read, last, logits
+            return plan, [], None
+        logits = self.runner.head(hidden[[chunk.span.stop - 1 for chunk in last]][:, None], None)[:, 0]
+        return plan, last, logits
 
 
-def _last(read: Read) -> Read:
-    """Return the chunks that end where their text does, or behind it with a draft token."""
-    return [(seq, chunk) for seq, chunk in read if chunk.stop >= len(seq.tokens)]
+def _ends_text(chunk: Chunk[ServedSequence]) -> bool:
+    """Return whether a chunk ends where its text does, or behind it with a draft token."""
+    return chunk.stop >= len(chunk.seq.tokens)

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clearhead.core.taps import matching
 from clearhead.errors import BusyError, InputError, refuse
 from clearhead.inside.inputs import Prepared, prepare
 from clearhead.inside.lens import Lens, lens
 from clearhead.inside.results import on_cpu, plain
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
+from clearhead.variants.contexts import matching
 
 TOGETHER = 64  # inputs of a call at most: sequences that decode wait for it, and memory grows with it
 CHARACTERS = 1 << 13  # of a call on a CPU, but for one input that is longer
@@ -42,7 +42,6 @@ class PoolingRequest:
         self.error: Exception | None = None
         self.done = threading.Event()
         self.cancelled = False
-        self.on_update: Callable[[], None] | None = None
 
     def wait(self, timeout: float | None = None) -> Sequence[Any]:
         """Wait for the results, one for each input; raise what went wrong."""
@@ -62,8 +61,6 @@ class PoolingRequest:
         """Tell that there are results, or an error."""
         self.error = error
         self.done.set()
-        if self.on_update is not None:
-            self.on_update()
 
 
 class PoolingQueue:

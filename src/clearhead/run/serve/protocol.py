@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from clearhead.core.config.typed import hints_of
-from clearhead.errors import refuse, refusing
+from clearhead.errors import hints_of, refuse, refusing
 from clearhead.run.generate.request import CONSTRAINTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
@@ -45,11 +44,45 @@ class FewFields(BaseModel):
         return given
 
 
+# Fields of OpenAI's API that change nothing in an answer: any value is taken.
+UNUSED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+# Fields that are not served, with the values (and null) that ask for nothing: these are taken.
+NO_OPS: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "dimensions": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
 class Body(FewFields):
-    """The base of every body."""
+    """The base of every body; what a client sends and asks for nothing is left out."""
 
     model: str | None = None
-    user: str | None = None  # taken, as every client may say it, and not used
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_ops(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        unused = [name for name in given if name in UNUSED and name not in cls.model_fields]
+        no_ops = NO_OPS.keys() - cls.model_fields.keys()
+        unused += [name for name in no_ops if name in given and given[name] in (None, *NO_OPS[name])]
+        kept = {name: value for name, value in given.items() if name not in unused}
+        if kept.get("top_k") == -1:  # all tokens, in vLLM's words
+            kept["top_k"] = 0
+        return kept
 
 
 class StreamOptions(FewFields):
@@ -170,6 +203,11 @@ class CompletionBody(GenerationBody):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
 
+    @property
+    def best(self) -> int | None:
+        """How many of the best tokens to report; None: report nothing."""
+        return self.logprobs
+
     def prompts(self) -> list[str | list[int]]:
         """Return every prompt."""
         given: Any = self.prompt
@@ -178,6 +216,9 @@ class CompletionBody(GenerationBody):
         refuse(not prompts or not all(prompts), "prompt is empty: give one token at least")
         refuse(len(prompts) > MOST_INPUTS, f"{len(prompts)} prompts: at most {MOST_INPUTS} in one request")
         return prompts
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class ChatBody(GenerationBody):
@@ -189,13 +230,17 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
     chat_template_kwargs: Fields | None = None
 
+    def checked_messages(self) -> list[dict[str, Any]]:
+        """Return the messages; refuse a role that no chat has."""
+        for number, message in enumerate(self.messages):
+            role = message.get("role")
+            refuse(role not in ROLES, f"messages.{number}.role is {role!r:.60}: choose {', '.join(ROLES)}")
+        return self.messages
+
     @property
     def best(self) -> int | None:
         """How many of the best tokens to report; None: report nothing."""
-        refuse(
-            self.top_logprobs is not None and not self.logprobs,
-            "top_logprobs without logprobs: true: leave it out",
-        )
+        refuse(self.top_logprobs and not self.logprobs, "top_logprobs without logprobs: true: leave it out")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -213,6 +258,7 @@ class EmbeddingsBody(TextsBody):
     """`/v1/embeddings`."""
 
     encoding_format: Literal["float", "base64"] | None = None
+    truncate: bool | Literal["NONE", "END"] | None = None  # cut a text that is too long; else it is refused
     prompt_name: Annotated[str, Field(max_length=1000)] | None = None
 
 

@@ -1,12 +1,12 @@
 """One request as the engine sees it: its tokens, its block tables, how far it is, whom it tells."""
 
 import json
-import math
 import threading
 import time
 from collections import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,64 +14,17 @@ from torch import Tensor
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.learn.tasks.generation import (
-    Hooks,
-    Prompt,
-    asked_for,
-    generation_of,
-    prompts_of,
-    stream_of,
-)
+from clearhead.learn.tasks.generation import Hooks, Prompt, asked_for, generation_of, prompts_of, stream_of
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.decode import (
-    Chooser,
-    Continuation,
-    agreed,
-    check_request,
-    report,
-    turns_by_length,
-)
+from clearhead.run.generate.checks import check_request
 from clearhead.run.generate.request import DEFAULTS, OPTIONS
-from clearhead.run.generate.sampling import argmax
-from clearhead.run.generate.speculate import Drafter
-from clearhead.run.serve.kv_cache import Group, Pool, PrefixKey, States, Table, chain
+from clearhead.run.generate.sampling import argmax, logprobs_of
+from clearhead.run.generate.sequence import Sampler, Sequence
+from clearhead.run.generate.speculate import DraftTokens
+from clearhead.run.serve.kv_cache import Chunk, Group, Pool, PrefixKey, States, Table, chain
 
-LEARNED = 0.25  # how far one more draft token moves the share of those accepted
-
-
-class DraftTokens:
-    """The draft tokens of one sequence, and how often they were right."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.share = drafter, 0.0
-        self.start, self.found = 0, list[int]()  # the position of the first, and the tokens
-        self.read = 0  # how many of them the step verifies
-
-    def look(self, tokens: list[int], most: int) -> None:
-        """Compare the last ones with what came, and propose up to `most` tokens behind `tokens`."""
-        for draft, came in zip(self.found, tokens[self.start :]):
-            self.share += LEARNED * ((draft == came) - self.share)
-            if draft != came:
-                break
-        self.start, self.read = len(tokens), 0
-        self.found = self.drafter.propose(tokens, most, _nothing).tokens
-
-    def at(self, position: int) -> int | None:
-        """Return the draft token at a position that this step verifies; None: there is none."""
-        return self.found[position - self.start] if self.start <= position < self.start + self.read else None
-
-    def end(self, tokens: list[int]) -> tuple[int, int]:
-        """End a step; return how many were verified, and how many of them `tokens` has."""
-        read, self.read = self.read, 0
-        return read, agreed(self.found[:read], tokens[self.start :])
-
-
-def _nothing() -> Tensor:
-    return torch.zeros(1)  # what is looked up is not drawn
-
-
-OnUpdate = Callable[["Sequence", str], None]  # called with each new text that is final, and at the end
+OnUpdate = Callable[["ServedSequence", str], None]  # called with each new text that is final, and at the end
 
 
 @dataclass(frozen=True)
@@ -106,8 +59,8 @@ class Times:
         self.first, self.last = self.first or now, now
 
 
-class Sequence:
-    """One request: its tokens, block tables, state and result."""
+class ServedSequence(Sequence):
+    """A sequence in the engine: its block tables, state and result."""
 
     def __init__(
         self,
@@ -123,7 +76,8 @@ class Sequence:
                 name in OPTIONS and not OPTIONS[name].served and value not in (DEFAULTS[name], None),
                 f"{name} {value} is not served: the engine decides how texts are generated: leave it out",
             )
-        request, (text,), ends = asked_for(m, [prompt], options, Hooks(cancel=self._is_cancelled))
+        self._cancelled, self._done = threading.Event(), threading.Event()
+        request, (text,), ends = asked_for(m, [prompt], options, Hooks(cancel=self._cancelled))
         refuse(
             request.overflow in ("slide", "stream"),
             f'overflow "{request.overflow}" is not served: choose refuse or window',
@@ -131,25 +85,22 @@ class Sequence:
         self.request, self.serving, self.on_update = request, serving, on_update
         self.prompts = prompts_of(m, [text])
         check_request(m.model, request, self.prompts, ends)
-        self.row = Continuation(list(self.prompts.ids[0]))
-        self.tokens = list(self.row.prompt)  # the prompt, and the new ones
+        stream = partial(stream_of, m, self.prompts, stop=request.stop)
+        self.sampler = Sampler(m.model, request, replace(ends, stream=stream))
+        super().__init__(self.sampler, self.prompts)
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
-        self.stream = stream_of(m, self.prompts, 0, request.stop)
-        self.chooser = Chooser(m.model, request, self.prompts, ends, [self.row])
-        self.ends = replace(ends, on_token=self._on_token)
         self.times = Times()
         self.prompt_logprobs: list[float] = []
         self.prompt_alternatives: list[list[tuple[int, float]]] = []
         self.result: Generation | None = None
         self.error: Exception | None = None
-        self.after: Sequence | None = None  # begin when this one, which has the same prompt, has read it
+        self.after: ServedSequence | None = None  # begin when this one has read the same prompt
         self.inside: dict[str, Any] | None = None  # what was asked for, ready for JSON
         self.number = 0  # of this request, in the order of arrival
         self.cached = 0  # tokens of the prompt that were found in the pool
         self.preempted = 0  # how often
         self.placed = False  # whether it is among those that run
         self.drafts: DraftTokens | None = None  # once there were any
-        self._cancelled, self._done, self._new = False, threading.Event(), ""
         self.tables: dict[Group, Table] = {}
         self.names: list[PrefixKey] = []
         self.restart()
@@ -164,14 +115,11 @@ class Sequence:
         if not self._prompt_kept:  # else they may be told at any time
             self.prompt_logprobs, self.prompt_alternatives = [], []
 
-    def place(self, pool: Pool) -> None:
-        """Make the tables of this request, and the names under which its prompt is found."""
+    def place(self, pool: Pool, shares: bool) -> None:
+        """Make the tables of this request, and name the full blocks of its prompt, if they may be shared."""
         self.tables = {group: Table(pool, group) for group in pool.blocks}
-
-    def name(self, size: int, shares: bool) -> None:
-        """Name the full blocks of the prompt, if blocks may be shared."""
         apart = json.dumps([self.serving.adapter, self.serving.salt])  # what differs in it shares nothing
-        self.names = chain(apart, self.row.prompt, size) if shares and not self.sources else []
+        self.names = chain(apart, self.prompt, pool.size) if shares and not self.sources else []
 
     def name_blocks(self, start: int, stop: int, size: int) -> None:
         """Let others find the full blocks of the prompt among tokens `start` to `stop`, which were read."""
@@ -183,14 +131,12 @@ class Sequence:
 
     def adopt(self, most: int) -> int:
         """Share the blocks of the prompt that are in the pool, up to `most`; return how many they are."""
-        known = (n for n in range(most, 0, -1) if self.names and self._knows(n))
-        found = next(known, 0)
-        for table in self.tables.values():
+        tables, found = self.tables.values(), most if self.names else 0
+        while found and not all(table.knows(self.names[:found]) for table in tables):
+            found -= 1
+        for table in tables:
             table.adopt(self.names[:found])
         return found
-
-    def _knows(self, count: int) -> bool:
-        return all(table.knows(self.names[:count]) for table in self.tables.values())
 
     def take_free(self, tokens: int) -> bool:
         """Take the blocks for so many tokens if all of them are free."""
@@ -209,36 +155,28 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Return True when the next step runs the last token, and nothing else."""
-        return self.read >= len(self.row.prompt) and self.read == len(self.tokens) - 1
+        return self.read >= len(self.prompt) and self.read == len(self.tokens) - 1
 
     @property
     def prefilling(self) -> bool:
         """Return True until the prompt is computed, or the request has ended."""
-        return not self.done and self.read < len(self.row.prompt)
+        return not self.done and self.read < len(self.prompt)
 
-    def next_chunk(self, size: int) -> tuple[int, int]:
-        """Return where the next tokens to run together begin and end.
+    def next_chunk(self, size: int) -> "Chunk[ServedSequence]":
+        """Return the next tokens to run together.
 
         The prompt is prefilled in chunks that end where blocks do, and new tokens run one by one, so that
         the shapes that attention sees never depend on other requests, nor on having been preempted.
         """
-        start, whole = self.planned, len(self.row.prompt)
-        return start, min((start // size + 1) * size, whole) if start < whole else start + 1
-
-    def draft_at(self, position: int) -> int | None:
-        """Return the draft token of this step at a position; None: the text has one there already."""
-        return None if self.drafts is None else self.drafts.at(position)
+        start, whole = self.planned, len(self.prompt)
+        stop = min((start // size + 1) * size, whole) if start < whole else start + 1
+        return Chunk(self, start, stop)
 
     def tokens_at(self, start: int, stop: int) -> list[int]:
         """Return the tokens that a step runs: of the text, or a draft token behind it."""
-        draft = self.draft_at(start)
-        return self.tokens[start:stop] if draft is None else [draft]
-
-    def stands(self, stop: int) -> bool:
-        """Return whether what the step has run up to `stop` is the text so far: no rejected draft token."""
-        return (
-            not self.done and stop == len(self.tokens) and self.draft_at(stop - 1) in (None, self.tokens[-1])
-        )
+        if start < len(self.tokens) or self.drafts is None:
+            return self.tokens[start:stop]
+        return self.drafts.found[start - len(self.tokens) :][:1]
 
     def end_drafts(self) -> tuple[int, int]:
         """Drop the keys of rejected draft tokens; return how many were verified, and how many accepted."""
@@ -249,10 +187,7 @@ class Sequence:
 
     def cancel(self) -> None:
         """Cancel the request; the engine frees its room at its next step."""
-        self._cancelled = True
-
-    def _is_cancelled(self) -> bool:
-        return self._cancelled
+        self._cancelled.set()
 
     @property
     def done(self) -> bool:
@@ -268,56 +203,41 @@ class Sequence:
         assert self.result is not None
         return self.result
 
-    def _on_token(self, number: int, row: Continuation) -> str | None:
-        self.tokens.append(row.ids[-1])
-        if self.stream is None:
-            return None
-        self._new = self.stream.push(row.ids[-1])
-        return "stop" if self.stream.stopped_by is not None else None
-
-    def add(self, logits: Tensor, chosen: Tensor | None = None, runs: int = 1) -> bool:
-        """Write the next token, after logits [1, V]; return False when the text has ended.
-
-        `runs`: 0 where another token came from the same run of the model.
-        """
-        chosen = self.chooser.choose(logits, [0]) if chosen is None else chosen
-        if self.request.reports:
-            report(logits, chosen.to(logits.device), [self.row], self.request.alternatives)
+    def add(self, token: int, steps: int, reason: str | None = None) -> bool:
+        """Add a token, and tell of it."""
         self.times.write()
-        self._new, before = "", len(self.row.ids)
-        goes_on = self.ends.go_on(0, self.row, int(chosen), self.row.steps + runs, self.ends.reason())
-        if self.on_update is not None and len(self.row.ids) > before:
-            self.on_update(self, self._new)
-        return goes_on and len(self.row.ids) < self.most
+        before = len(self.ids)
+        goes_on = super().add(token, steps, reason)
+        if self.on_update is not None and len(self.ids) > before:
+            self.on_update(self, self.new)
+        return goes_on
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens to read: the prompt's, and its source's."""
-        return len(self.row.prompt) + self.sources
+        return len(self.prompt) + self.sources
 
     @property
     def _prompt_kept(self) -> bool:
-        return len(self.prompt_alternatives) >= len(self.row.prompt) - 1
+        return len(self.prompt_alternatives) >= len(self.prompt) - 1
 
     def keep_prompt(self, logits: Tensor, start: int) -> None:
         """Keep the log-probabilities of the prompt's tokens behind place `start`: logits [T, V]."""
         best = self.serving.prompt_logprobs
-        following = self.row.prompt[start + 1 : start + 1 + len(logits)]
+        following = self.prompt[start + 1 : start + 1 + len(logits)]
         if best is None or not following or self._prompt_kept:
             return
-        values = logits[: len(following)].float().log_softmax(-1)
-        index = torch.tensor(following, device=values.device)[:, None]
-        self.prompt_logprobs += values.gather(-1, index)[:, 0].tolist()
-        top = values.topk(best, dim=-1)
-        self.prompt_alternatives += [
-            list(zip(ids, found)) for ids, found in zip(top.indices.tolist(), top.values.tolist())
-        ]
+        tokens = torch.tensor(following, device=logits.device)
+        values, others = logprobs_of(logits[: len(following)], tokens, best)
+        self.prompt_logprobs += values
+        self.prompt_alternatives += others
 
     def end(self, reason: str | None = None, error: Exception | None = None) -> None:
         """Give back the room, make the result, and tell of it."""
-        self.row.stop_reason = reason or self.row.stop_reason
+        self.stop_reason = reason or self.stop_reason
         rest = "" if self.stream is None else self.stream.finish()
-        self.result, self.error = generation_of(self.row, self.request, self.stream), error
+        text = None if self.stream is None else self.stream.text
+        self.result, self.error = generation_of(self, self.request, text), error
         self.times.ended = time.monotonic()
         for table in self.tables.values():
             table.clear()
@@ -327,6 +247,9 @@ class Sequence:
             self.on_update(self, rest)
 
 
+Plan = list[Chunk[ServedSequence]]  # what a step runs
+
+
 def check_served(model: Transformer) -> None:
     """Refuse a model that the engine cannot run."""
     refuse(
@@ -334,25 +257,16 @@ def check_served(model: Transformer) -> None:
         "a model whose layers take some tokens alone (depth_capacity) is not served: use generate",
     )
     refuse(
-        turns_by_length(model),
+        model.config.rotates_by_length,
         "a model whose rotary angles depend on the length of a call (rope_scaling dynamic, longrope) is not "
         "served: use generate",
     )
 
 
-def plain_greedy(seqs: abc.Sequence[Sequence], logits: Tensor) -> list[Tensor | None]:
+def plain_greedy(seqs: abc.Sequence[ServedSequence], logits: Tensor) -> list[Tensor | None]:
     """Return the best token of each text [1] that takes it without a rule: logits [B, V] at once."""
     best = argmax(logits)[:, None]  # B 1
     finite = logits.gather(-1, best).isnan().logical_not()[:, 0].tolist()
     best = best.cpu()  # at once, and not one by one
-    return [token if fine and _takes_the_best(seq) else None for seq, token, fine in zip(seqs, best, finite)]
-
-
-def _takes_the_best(seq: Sequence) -> bool:
-    asked = seq.request
-    return asked.temperature == 0 and not asked.looks_back and not asked.restricts
-
-
-def blocks_for(tokens: int, size: int) -> int:
-    """Return how many blocks hold so many tokens."""
-    return math.ceil(tokens / size)
+    takes = [fine and seq.sampler.plain_greedy for seq, fine in zip(seqs, finite)]
+    return [token if fine else None for token, fine in zip(best, takes)]

@@ -18,7 +18,7 @@ from clearhead.app.explorer.app import HEADERS, Json, make_app
 from clearhead.app.explorer.record import page_files
 from clearhead.app.explorer.session import Opened, Session
 from clearhead.run.serve.engine import KEPT, ServeEngine
-from clearhead.run.serve.sequence import Sequence
+from clearhead.run.serve.sequence import ServedSequence
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)  # seconds
 OURS = ("engine_steps_total",)  # without a name there
@@ -40,7 +40,7 @@ class Metrics:
         self.sums = dict.fromkeys(TIMES, 0.0)
         self._lock = threading.Lock()
 
-    def keep(self, seq: Sequence) -> None:
+    def keep(self, seq: ServedSequence) -> None:
         """Count a request that has ended."""
         times = seq.times
         if times.ended is None or times.begun is None:
@@ -141,7 +141,7 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
         app.mount(f"/explore/{place}", make_app(Session([opened_model]), host))
 
 
-def _read(seq: Sequence) -> str:
+def _read(seq: ServedSequence) -> str:
     """Return what the explorer is to read, as its address says it."""
     if seq.prompts.source is None:
         return urlencode({"ids": " ".join(map(str, seq.tokens))})
@@ -191,7 +191,7 @@ def _state(engine: ServeEngine) -> dict[str, Any]:
     }
 
 
-def _about(seq: Sequence) -> dict[str, Any]:
+def _about(seq: ServedSequence) -> dict[str, Any]:
     times = seq.times
     first = None if times.first is None else times.first - times.arrived
     return {
@@ -199,9 +199,9 @@ def _about(seq: Sequence) -> dict[str, Any]:
         "read": seq.read,
         "prompt": seq.prompt_tokens,
         "cached": seq.cached,
-        "written": len(seq.row.ids),
+        "written": len(seq.ids),
         "most": seq.most,
-        "reason": seq.row.stop_reason if seq.done else None,
+        "reason": seq.stop_reason if seq.done else None,
         "first": first,
         "seconds": None if times.ended is None else times.ended - times.arrived,
     }

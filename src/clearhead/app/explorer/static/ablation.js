@@ -18,7 +18,7 @@ function worthBar(value, most) {
 export const worthSection = {
   id: "worth",
   title: "Words",
-  hint: "What the answer loses when a word is left out, beside a first-order guess at the same from one backward pass. Blue speaks for the answer, red against it.",
+  hint: "What the answer loses when a word is left out, next to a first-order estimate of the same from one backward pass. Blue speaks for the answer, red against it.",
   applies: (model) => ["classify", "tag", "fill", "span"].includes(model.task) && model.family !== "encoder-decoder",
 
   mount(root, app) {
@@ -71,7 +71,7 @@ export const worthSection = {
 
     app.store.on("model", (model) => {
       const name = model.input === "patches" ? "Patches" : "Words";
-      if (model.input === "patches") root.parentElement.querySelector(".hint").textContent = "What the answer loses when a patch is left out, beside a first-order guess at the same from one backward pass. Blue speaks for the answer, red against it.";
+      if (model.input === "patches") root.parentElement.querySelector(".hint").textContent = "What the answer loses when a patch is left out, next to a first-order estimate of the same from one backward pass. Blue speaks for the answer, red against it.";
       document.querySelectorAll('#worth-title, nav a[data-view="worth"]').forEach((node) => { node.textContent = name; });
     });
     whenNear(root, app, load);

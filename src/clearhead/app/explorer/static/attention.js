@@ -17,7 +17,7 @@ const ATTENTION_FRAME = 6; // milliseconds of one frame that painting thumbnails
 export const attentionSection = {
   id: "attention",
   title: "Heads",
-  hint: "Every head of the model: layers down, heads across, coloured by what you choose. Choose a head to enlarge it (a row looks, a column is looked at); with the shift key, a second one beside it.",
+  hint: "Every head of the model: layers down, heads across, coloured by what you choose. Choose a head to enlarge it (a row looks, a column is looked at); with the shift key, a second one next to it.",
   applies: (model) => model.attentions.length > 0,
 
   mount(root, app) {
@@ -35,7 +35,7 @@ export const attentionSection = {
     const without = el("p", { id: "attention-without", "aria-live": "polite" });
     const progress = jobProgress("Computing");
     const choice = (label, node) => el("div", {}, el("label", { for: node.id }, label), node);
-    replace(root, el("div", { class: "row toolbar" }, tabs, choice("Colour by", colours), choice("Order", order), choice("Beside", beside), rollout), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, roleList, grid, legend, progress.root, note), el("div", { class: "pane-large" }, without, large)));
+    replace(root, el("div", { class: "row toolbar" }, tabs, choice("Colour by", colours), choice("Order", order), choice("Compare with", beside), rollout), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, roleList, grid, legend, progress.root, note), el("div", { class: "pane-large" }, without, large)));
     let kind = null;
     let small = null;
     let thumbs = [];

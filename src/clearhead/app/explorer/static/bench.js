@@ -33,7 +33,7 @@ function benchAligned(ours, theirs) {
 export const compareSection = {
   id: "compare",
   title: "A / B",
-  hint: "A second text, or a second model (clearhead explore DIR --compare OTHER), beside the first: where do they part, and which part of A brings its answer back in B?",
+  hint: "A second text, or a second model (clearhead explore DIR --compare OTHER), next to the first: where do they part, and which part of A brings its answer back in B?",
   applies: (model, live, source, run) =>
     (live && model.input !== "frames") || (source.has("second") && (!run || run.run === "recorded")),
 
@@ -142,7 +142,7 @@ export const compareSection = {
       const row = (id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || two.names.get(id) || `id ${id}`), [one, two].map((side) => el("td", { class: "number", "data-value": side.probabilities[id] }, percent(side.probabilities[id]))), el("td", { class: `number ${change(id) < 0 ? "less" : "more"}` }, `${change(id) < 0 ? "−" : "+"}${percent(Math.abs(change(id)))}`));
       return el(
         "div",
-        { class: "wide", tabindex: "0", role: "group", "aria-label": "A beside B" },
+        { class: "wide", tabindex: "0", role: "group", "aria-label": "A versus B" },
         el("p", {}, `Read at “${ours.columns[placeOf(ours)]}” and “${theirs.columns[placeOf(theirs)]}”. KL divergence of B from A: `, el("strong", { id: "compare-kl", "data-value": divergence }, `${figure(divergence)} bits`)),
         el("table", { id: "compare-table" }, el("thead", {}, el("tr", {}, ["choice", "A", "B", "B − A"].map((name, place) => el("th", { class: place ? "number" : null }, name)))), el("tbody", {}, ids.map(row))),
       );

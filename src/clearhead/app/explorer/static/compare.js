@@ -26,8 +26,8 @@ export function besidePanel(node, one, two, { rows, columns, scale }, onPin) {
   const said = (name) => (from, to, weight) => `${name}: ${rows[from]} looks at ${columns[to]}: ${weight.toFixed(3)}`;
   replace(
     node,
-    el("h3", { id: "attention-head", "data-head": one.name, "data-beside": two.name }, `Head ${one.name} beside head ${two.name}`),
-    el("p", { id: "beside-most", "data-value": less[at] }, "They differ most where ", el("span", { class: "mono", dir: "auto" }, rows[row]), " looks at ", el("span", { class: "mono", dir: "auto" }, columns[column]), `: ${figure(one.matrix[at])} against ${figure(two.matrix[at])}.`),
+    el("h3", { id: "attention-head", "data-head": one.name, "data-beside": two.name }, `Head ${one.name} versus head ${two.name}`),
+    el("p", { id: "beside-most", "data-value": less[at] }, "They differ most where ", el("span", { class: "mono", dir: "auto" }, rows[row]), " looks at ", el("span", { class: "mono", dir: "auto" }, columns[column]), `: ${figure(one.matrix[at])} versus ${figure(two.matrix[at])}.`),
     el("div", { class: "row besides" }, draw(one.title, one.matrix, false, said(one.name)), draw(two.title, two.matrix, false, said(two.name)), draw(`${one.name} − ${two.name}`, less, true, (from, to, value) => `${rows[from]} → ${columns[to]}: ${value < 0 ? "" : "+"}${value.toFixed(3)}`)),
   );
 }

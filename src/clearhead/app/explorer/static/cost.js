@@ -6,12 +6,14 @@ import { asks } from "./query.js";
 const COST_PARTS = ["embedding", "positions", "attention", "cross", "feedforward", "norms", "head"];
 const COST_DTYPES = { float32: 4, bfloat16: 2, float16: 2 };
 
+const partTitle = (part) => ({ head: "output layer", feedforward: "feed-forward", cross: "cross-attention" })[part] || part;
+
 /** One stacked bar: the parts of a whole, each with its name and share. */
 function costBar(title, parts, write, id) {
   const total = parts.total || COST_PARTS.reduce((sum, part) => sum + (parts[part] || 0), 0);
   const pieces = COST_PARTS.filter((part) => parts[part] > 0);
-  const bar = el("div", { class: "stacked", role: "img", "aria-label": `${title}: ${pieces.map((part) => `${part} ${write(parts[part])}`).join(", ")}` }, pieces.map((part) => el("div", { class: `piece piece-${part}`, title: `${part}: ${write(parts[part])}`, style: { "flex-grow": String(parts[part]) } })));
-  const legend = el("ul", { class: "legend" }, pieces.map((part) => el("li", {}, el("span", { class: `swatch piece-${part}` }), `${part} `, el("span", { class: "mono", "data-value": parts[part] }, write(parts[part])), ` (${((100 * parts[part]) / total).toFixed(1)} %)`)));
+  const bar = el("div", { class: "stacked", role: "img", "aria-label": `${title}: ${pieces.map((part) => `${partTitle(part)} ${write(parts[part])}`).join(", ")}` }, pieces.map((part) => el("div", { class: `piece piece-${part}`, title: `${partTitle(part)}: ${write(parts[part])}`, style: { "flex-grow": String(parts[part]) } })));
+  const legend = el("ul", { class: "legend" }, pieces.map((part) => el("li", {}, el("span", { class: `swatch piece-${part}` }), `${partTitle(part)} `, el("span", { class: "mono", "data-value": parts[part] }, write(parts[part])), ` (${((100 * parts[part]) / total).toFixed(1)} %)`)));
   return el("div", { class: "cost-part" }, el("h3", {}, title, " ", el("span", { class: "mono", id, "data-value": total }, write(total))), bar, legend);
 }
 

@@ -93,7 +93,7 @@ export const inputSection = {
     const examples = el("details", { id: "input-examples", hidden: true }, el("summary", {}, "Examples, and what was found in them"), el("ul", { class: "plain" }));
     const sourceBox = el("div", { hidden: true }, el("h3", { class: "small" }, "The encoder reads"), source);
     const tokensTitle = el("h3", { class: "small" }, "Tokens");
-    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How a token came about"), marked, made));
+    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How the text was split"), marked, made));
     for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, () => tint());
     app.store.listen("position", markChosen);
     let typing = 0;

@@ -26,7 +26,7 @@ from clearhead.hub.tokens import TokensPlan
 from clearhead.hub.tokens.training import SpecialTokens, train_tokenizer
 from clearhead.hub.towers import JoinedTowers
 from clearhead.learn.batches.batch import Batch, Batches
-from clearhead.learn.data.examples import Corpus, Example, Shape
+from clearhead.learn.data.examples import Corpus, Example
 from clearhead.learn.data.files import digest
 from clearhead.learn.data.formats import format_of
 from clearhead.learn.data.plan import DataPlan
@@ -53,7 +53,8 @@ D_MODEL, N_LAYERS, N_HEADS = 128, 2, 4  # of a new model, where the recipe does 
 class Captioned(Example):
     """An image file and the text that describes it."""
 
-    TEXTS, KEY = ("caption",), ("caption",)
+    PLURAL, NEEDED = "captions", ("image", "caption")
+    TEXTS = KEY = ("caption",)
     image: Path
     caption: str
 
@@ -107,9 +108,8 @@ class CaptionBatches(Batches):
     ) -> None:
         self.loaded, self.rows, self.size, self.seed, self.training = loaded, rows, size, seed, training
         self.per_epoch = len(rows) // size if training else math.ceil(len(rows) / size)
-        numbers = {
-            caption: number for number, caption in enumerate(dict.fromkeys(row.caption for row in rows))
-        }
+        distinct = dict.fromkeys(row.caption for row in rows)
+        numbers = {caption: number for number, caption in enumerate(distinct)}
         self.captions = torch.tensor([numbers[row.caption] for row in rows])
 
     def at(self, index: int) -> Batch:
@@ -130,7 +130,7 @@ class Align(Task):
     """Tell the caption of a picture from others, and the picture of a caption."""
 
     name = "align"
-    shape = Shape("captions", Captioned, ("image", "caption"))
+    row = Captioned
     tokens = CAPTION
     guessed = False
     head = "none"
@@ -142,22 +142,22 @@ class Align(Task):
         """Read captioned pictures; those to validate on are files of the plan, or every tenth row."""
         refuse(not plan.paths, "no data is named: name a file of rows of image and caption")
         rows = [row for path in plan.paths for row in read_captions(path)]
-        held = [row for path in plan.validation for row in read_captions(path)]
-        train, validation = rows, held
+        held_out = [row for path in plan.validation for row in read_captions(path)]
+        train, validation = rows, held_out
         if not split:
             train, validation = [], rows
-        elif not held:
+        elif not held_out:
             train = [row for number, row in enumerate(rows) if number % 10 != 9]
             validation = rows[9::10]
         files = tuple(Path(path) for path in (*plan.paths, *plan.validation))
         size = sum(row.size() for row in train)
-        return Corpus(self.shape.name, train, validation, (), f"1:{digest(files, self.name)}", (), size)
+        return Corpus(self.row.PLURAL, train, validation, (), f"1:{digest(files, self.name)}", (), size)
 
     def model_for(self, recipe: Recipe, corpus: Corpus, base: Model | None) -> Model:
         """Return the base, which must have two towers, or a new model."""
         if base is None:
-            train, held = _sides(corpus)
-            rows = [*train, *(() if recipe.data.validation else held)]
+            train, validation = _sides(corpus)
+            rows = [*train, *(() if recipe.data.validation else validation)]
             return new_towers(recipe, [row.caption for row in rows], rows[0].image)
         towers_of(base, "training on captions")
         return base
@@ -167,28 +167,28 @@ class Align(Task):
         return towers_of(loaded, "training on captions")
 
     def direct_batches(
-        self, loaded: Bundle, corpus: Corpus, side: Side, plan: DataPlan, seed: int
+        self, loaded: Bundle, corpus: Corpus, side: Side, plan: DataPlan, seed: int, training: bool = True
     ) -> Batches:
         """See `Task.direct_batches`."""
-        (train, held), size = _sides(corpus), plan.batch_size
+        (train, validation), size = _sides(corpus), plan.batch_size
         refuse(
             size < 2,
             "the other pairs of a batch are what a pair is told from: set batch_size to 2 or more",
             ConfigError,
         )
         refuse(
-            len(train) < size or not held,
-            f"{plan.paths[0]} has {len(train)} pairs to train on and {len(held)} held out: "
+            len(train) < size or not validation,
+            f"{plan.paths[0]} has {len(train)} pairs to train on and {len(validation)} held out: "
             f"batch_size {size} needs more",
         )
-        return CaptionBatches(loaded, train if side == "train" else held, size, seed, side == "train")
+        return CaptionBatches(loaded, train if side == "train" else validation, size, seed, side == "train")
 
     def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> Self:
         """Take the loss of the model; refuse what two towers are not trained with."""
         super().settled(plan, loaded, corpus)
-        asked = ("label_smoothing", "lora", "compile", "offload", "checkpointing", "layer_decay")
+        unsupported = ("label_smoothing", "lora", "compile", "offload", "checkpointing", "layer_decay")
         usual = TrainPlan()
-        for name in asked:
+        for name in unsupported:
             refuse(
                 getattr(plan, name) not in (getattr(usual, name), False),
                 f"train.{name} is not for align, whose model has two towers: leave it out",
@@ -232,8 +232,8 @@ class Align(Task):
     def answers(self, outputs: Tensor, batch: Batch) -> Answered:
         """Return the image's vector, and the number of its caption with the caption's vector."""
         texts, images = outputs[:, len(batch) :].float().chunk(2, 1)
-        meant = torch.cat([batch.targets[:, None].to(texts), texts], 1)
-        return images.tolist(), meant.tolist()
+        expected = torch.cat([batch.targets[:, None].to(texts), texts], 1)
+        return images.tolist(), expected.tolist()
 
     def after_step(self, model: nn.Module) -> None:
         """Keep the scale of the logits within bounds."""
@@ -241,12 +241,12 @@ class Align(Task):
         with torch.no_grad():
             scale.clamp_(max=LARGEST_SCALE)
 
-    def score(self, said: Answers, meant: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
         """Measure how often the nearest caption is an image's own, and the image nearest to a caption is its.
 
         Captions that stand several times count as one. `chance` is what drawing a caption would give.
         """
-        images, wanted = np.array(said, dtype=np.float64), np.array(meant, dtype=np.float64)
+        images, wanted = np.array(predicted, dtype=np.float64), np.array(expected, dtype=np.float64)
         own = wanted[:, 0].astype(np.int64)
         _, first = np.unique(own, return_index=True)
         cosines = images @ wanted[first, 1:].T  # rows, captions
@@ -274,11 +274,11 @@ def new_towers(recipe: Recipe, captions: Sequence[str], picture: Path) -> Model:
     space, `n_layers` of the text tower (the image tower has twice as many) and `n_heads`. The shorter side
     of `picture` is that of all images, 224 pixels at most.
     """
-    asked = dict(recipe.model)
-    kind, d_model = asked.pop(BASE, KINDS[0]), asked.pop("d_model", D_MODEL)
-    n_layers, n_heads = asked.pop("n_layers", N_LAYERS), asked.pop("n_heads", N_HEADS)
+    model = dict(recipe.model)
+    kind, d_model = model.pop(BASE, KINDS[0]), model.pop("d_model", D_MODEL)
+    n_layers, n_heads = model.pop("n_layers", N_LAYERS), model.pop("n_heads", N_HEADS)
     refuse(kind not in KINDS, f'a new model is "clip" or "siglip", not "{kind}"')
-    refuse(asked, f"[model] {', '.join(asked)} is not for new towers: set d_model, n_layers or n_heads")
+    refuse(model, f"[model] {', '.join(model)} is not for new towers: set d_model, n_layers or n_heads")
     size = sum(len(caption.encode()) for caption in captions)
     tokenizer = train_tokenizer(captions, TokensPlan(kind="bpe", lowercase=True), CAPTION, size)
     known = tokenizer.get_vocab()

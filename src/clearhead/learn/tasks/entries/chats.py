@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer, processors
 from torch import Tensor
 from torch.nn.functional import logsigmoid
@@ -20,17 +19,15 @@ from torch.nn.functional import logsigmoid
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.hub.tokens.chat import ChatTemplate, Message, Spans, Turn, answers
 from clearhead.hub.tokens.training import GENERATOR
-from clearhead.learn.batches.batch import IGNORE, Batch, Batches
-from clearhead.learn.batches.buckets import Bucketed, cut_note
+from clearhead.learn.batches.batch import IGNORE, Batch, Batches, Bucketed, cut_note
 from clearhead.learn.batches.encoding import Columns, Encoder, Setting, characters, flat, groups
-from clearhead.learn.batches.ragged import Ints, Stretches, blank, lay, pack, ragged, tensor
-from clearhead.learn.batches.windows import FixedRows
-from clearhead.learn.data.chats import CHATS, PREFERENCES, Conversation, Preference
-from clearhead.learn.data.examples import Corpus
+from clearhead.learn.batches.ragged import Ints, Stretches, lay
+from clearhead.learn.batches.windows import PackedRows
+from clearhead.learn.data.examples import Conversation, Corpus, Preference
 from clearhead.learn.evaluation.metrics import METRICS, Judged, Metric
 from clearhead.learn.losses import Answered
 from clearhead.learn.recipe import GeneratePlan, Recipe, TrainPlan
-from clearhead.learn.tasks.chat import chat_ids, set_template
+from clearhead.learn.tasks.generation import chat_ids, set_template
 from clearhead.learn.tasks.task import DECODER, Answers, Scored, Task, sampled
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
@@ -93,42 +90,47 @@ class ChatEncoder:
             return [*inside, after] if ended and encoding.ids[inside[-1]] not in self.special else inside
         if ends:
             return [n for n in inside if n <= ends[0]]
-        said = span.first + len(text[span.first : span.last].rstrip())
-        return [n for n in inside if encoding.offsets[n][0] < said]
+        ends_at = span.first + len(text[span.first : span.last].rstrip())
+        return [n for n in inside if encoding.offsets[n][0] < ends_at]
 
 
-def targets_of(ids: NDArray[Any], learned: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return ids as targets, IGNORE where they are not learned."""
-    return np.where(learned, ids.astype(np.int64), IGNORE).astype(np.int32)
+class _Learned:
+    """Conversations of one column cut to a length: what the model reads, and what is learned of it."""
+
+    def __init__(self, setting: Setting, name: str, flags: str) -> None:
+        whole, learned = setting.encoded.stretches(name), np.asarray(setting.encoded[flags])
+        rows = setting.cut(whole, setting.length + 1)
+        self.longer = whole.lengths > setting.length + 1
+        counts, ends = np.append(0, np.cumsum(learned)), rows.starts + rows.lengths
+        # The first token is no target.
+        self.has_answer = counts[ends] > counts[np.minimum(rows.starts + 1, ends)]
+        wanted = np.where(learned, rows.values.astype(np.int64), IGNORE).astype(np.int32)
+        self.inputs = rows._replace(lengths=rows.lengths - 1)
+        self.targets = Stretches(wanted, rows.starts + 1, self.inputs.lengths)
+
+
+def _with_answers(setting: Setting, columns: Sequence[_Learned], refusal: str) -> Ints:
+    """Return the rows of which every column has something to learn."""
+    kept = np.flatnonzero(np.logical_and.reduce([column.has_answer for column in columns]))
+    refuse(not len(kept), f"{refusal} within {setting.length:,} tokens: raise data.max_length")
+    return kept
 
 
 class _Turns:
     """Conversations cut to a length, and those left of which something is to be learned."""
 
     def __init__(self, setting: Setting) -> None:
-        encoded, length = setting.encoded, setting.length
-        whole = encoded.stretches("ids")
-        rows, learned = setting.cut(whole, length + 1), np.asarray(encoded["learned"])
-        counts = np.append(0, np.cumsum(learned))
-        ends = rows.starts + rows.lengths
-        asked = counts[ends] - counts[np.minimum(rows.starts + 1, ends)]  # the first token is no target
-        self.kept = np.flatnonzero(asked > 0)
-        empty = len(asked) - len(self.kept)
-        refuse(
-            not len(self.kept),
-            f"no conversation for {setting.side} has an answer within {length:,} tokens: "
-            "raise data.max_length",
-        )
-        self.notes = cut_note(whole.lengths > length + 1, "conversations", length)
-        if empty:
+        whole, length = _Learned(setting, "ids", "learned"), setting.length
+        refusal = f"no conversation for {setting.side} has an answer"
+        self.kept = _with_answers(setting, [whole], refusal)
+        self.notes = cut_note(whole.longer, "conversations", length)
+        if empty := len(whole.longer) - len(self.kept):
             self.notes += (
-                f"{empty:,} of {len(asked):,} conversations have no answer within {length:,} tokens "
+                f"{empty:,} of {len(whole.longer):,} conversations have no answer within {length:,} tokens "
                 "and are left out",
             )
-        rows = rows.take(self.kept)
-        self.lengths = rows.lengths - 1
-        self.inputs = Stretches(rows.values, rows.starts, self.lengths)
-        self.targets = Stretches(targets_of(rows.values, learned), rows.starts + 1, self.lengths)
+        self.inputs, self.targets = whole.inputs.take(self.kept), whole.targets.take(self.kept)
+        self.lengths = self.inputs.lengths
 
 
 class ChatBatches(Bucketed):
@@ -139,43 +141,20 @@ class ChatBatches(Bucketed):
         self.notes = self.turns.notes
         super().__init__(setting, self.turns.lengths)
 
-    def _build(self, numbers: Ints) -> Batch:
-        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
+    def _fill(self, ids: Ints, numbers: Ints) -> dict[str, Any]:
         targets = np.full_like(ids, IGNORE)
         lay(ids, 0, self.turns.inputs.take(numbers))
         lay(targets, 0, self.turns.targets.take(numbers))
-        return Batch(tensor(ids), tensor(targets), mask, numbers=tensor(self.turns.kept[numbers]))
+        return {"targets": targets, "numbers": self.turns.kept[numbers]}
 
 
-class PackedChats(FixedRows):
+class PackedChats(PackedRows):
     """Whole conversations packed into rows of T tokens, none of which sees another."""
 
     def __init__(self, setting: Setting) -> None:
-        self.turns, self.pad, self.width = _Turns(setting), setting.pad, setting.length
-        self.notes = self.turns.notes
-        row_of, n_rows = pack(self.turns.lengths, self.width)
-        self.members = np.argsort(row_of, kind="stable")  # conversations, row after row
-        self.row_starts = np.append(0, np.cumsum(np.bincount(row_of, minlength=n_rows)))
-        super().__init__(n_rows, setting.rows(self.width), setting.seed, setting.training)
-        self.waste = 1 - float(self.turns.lengths.sum()) / (n_rows * self.width)
-
-    def _build(self, starts: Ints, random: np.random.Generator) -> Batch:
-        counts = np.diff(self.row_starts)[starts]
-        row, number = ragged(counts)
-        member = self.members[self.row_starts[starts][row] + number]
-        lengths = self.turns.lengths[member]
-        before = np.cumsum(lengths) - lengths
-        at = before - before[np.cumsum(counts) - counts][row]  # the column at which each begins
-        ids = np.full((len(starts), self.width), self.pad, dtype=np.int64)
-        targets, documents = np.full_like(ids, IGNORE), np.repeat(counts[:, None] - 1, self.width, axis=1)
-        lay(ids, at, self.turns.inputs.take(member), row)
-        lay(targets, at, self.turns.targets.take(member), row)
-        of_tokens = Stretches(np.repeat(number, lengths), before, lengths)
-        lay(documents, at, of_tokens, row)
-        real = np.arange(self.width) < np.bincount(row, weights=lengths, minlength=len(starts))[:, None]
-        return Batch(
-            tensor(ids), tensor(targets), tensor(real), documents=tensor(documents), numbers=tensor(starts)
-        )
+        turns = _Turns(setting)
+        self.notes = turns.notes
+        super().__init__(setting, turns.inputs, turns.targets)
 
 
 class ChatTask(Task):
@@ -192,33 +171,33 @@ class ChatTask(Task):
         return set_template(loaded, recipe.tokens.template)
 
     def answer(
-        self, loaded: Model, asked: Sequence[Any], tools: Any, plan: GeneratePlan, seed: int
+        self, loaded: Model, messages: Sequence[Any], tools: Any, plan: GeneratePlan, seed: int
     ) -> str | None:
         """Return what the model answers to some messages."""
         more: dict[str, Any] = {"template": {"tools": tools}} if tools else {}
-        room = loaded.max_length - len(chat_ids(loaded, asked, more.get("template", {})))
-        made = loaded.chat(
-            asked, max(1, min(plan.max_new_tokens, room)), seed=seed, temperature=plan.temperature,
+        room = loaded.max_length - len(chat_ids(loaded, messages, more.get("template", {})))
+        generation = loaded.chat(
+            messages, max(1, min(plan.max_new_tokens, room)), seed=seed, temperature=plan.temperature,
             top_p=plan.top_p, **more,
         )  # fmt: skip
-        return made.text
+        return generation.text
 
 
 class Chat(ChatTask):
     """Learn what the assistant says."""
 
     name = "chat"
-    shape = CHATS
+    row = Conversation
     reads = "vocabulary"
 
     def encode(self, rows: Iterable[Conversation], encoder: Encoder) -> Iterator[Columns]:
         """Encode conversations, and whether each token is learned."""
         encode = ChatEncoder(encoder)
         for group in groups(rows, characters):
-            found = [row for chat in group for row in encode(chat.messages, chat.tools, chat.place)]
+            encoded = [row for chat in group for row in encode(chat.messages, chat.tools, chat.place)]
             yield {
-                "ids": flat([ids for ids, _ in found]),
-                "learned": np.array([flag for _, flags in found for flag in flags], dtype=np.bool_),
+                "ids": flat([ids for ids, _ in encoded]),
+                "learned": np.array([flag for _, flags in encoded for flag in flags], dtype=np.bool_),
             }
 
     def batch(self, setting: Setting) -> Batches:
@@ -228,8 +207,8 @@ class Chat(ChatTask):
     def sample(self, loaded: Model, row: Conversation, plan: GeneratePlan, seed: int) -> str:
         """Return the answer to the first question of a conversation."""
         first = answers(row.messages)[0]
-        asked, wanted = row.messages[:first], row.messages[first]["content"]
-        return sampled(" ".join(row.asked()), self.answer(loaded, asked, row.tools, plan, seed), wanted)
+        messages, wanted = row.messages[:first], row.messages[first]["content"]
+        return sampled(" ".join(row.asked()), self.answer(loaded, messages, row.tools, plan, seed), wanted)
 
 
 # Preferences ------------------------------------------------------------------------------------------------
@@ -243,46 +222,25 @@ class PreferenceBatches(Bucketed):
     """
 
     def __init__(self, setting: Setting) -> None:
-        length, encoded = setting.length, setting.encoded
-        whole = [encoded.stretches(side) for side in SIDES]
-        cut = [setting.cut(side, length + 1) for side in whole]
-        lost = np.zeros(len(cut[0].starts), dtype=np.bool_)
-        targets = []
-        for name, rows in zip(SIDES, cut):
-            learned = np.asarray(encoded[f"{name}_learned"])
-            counts = np.append(0, np.cumsum(learned))
-            lost |= counts[rows.starts + rows.lengths] == counts[rows.starts]
-            targets.append(targets_of(rows.values, learned))
-        kept = np.flatnonzero(~lost)
-        refuse(
-            not len(kept),
-            f"no pair for {setting.side} has both answers within {length:,} tokens: raise data.max_length",
-        )
-        longer = np.logical_or(*(side.lengths > length + 1 for side in whole))
-        self.notes = cut_note(longer, "pairs", length)
-        if lost.any():
+        length, sides = setting.length, [_Learned(setting, side, f"{side}_learned") for side in SIDES]
+        kept = _with_answers(setting, sides, f"no pair for {setting.side} has both answers")
+        self.notes = cut_note(sides[0].longer | sides[1].longer, "pairs", length)
+        if lost := len(sides[0].longer) - len(kept):
             more = f"have an answer that begins after {length:,} tokens and are left out"
-            self.notes += (f"{int(lost.sum()):,} of {len(lost):,} pairs {more}",)
-        pairs = [side.take(kept) for side in cut]
-        self.inputs = [Stretches(side.values, side.starts, side.lengths - 1) for side in pairs]
-        self.targets = [
-            Stretches(values, side.starts + 1, side.lengths - 1) for values, side in zip(targets, pairs)
-        ]
+            self.notes += (f"{lost:,} of {len(sides[0].longer):,} pairs {more}",)
+        self.inputs = [side.inputs.take(kept) for side in sides]
+        self.targets = [side.targets.take(kept) for side in sides]
         self.reference = np.zeros((len(kept), 2), dtype=np.float32)
         super().__init__(setting, self.inputs[0].lengths + self.inputs[1].lengths)
 
-    def _build(self, numbers: Ints) -> Batch:
-        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
+    def _fill(self, ids: Ints, numbers: Ints) -> dict[str, Any]:
         targets = np.full_like(ids, IGNORE)
         begin = self.inputs[0].lengths[numbers]  # the column at which the rejected answer's text begins
         for at, inputs, wanted in zip((0 * begin, begin), self.inputs, self.targets):
             lay(ids, at, inputs.take(numbers))
             lay(targets, at, wanted.take(numbers))
         documents = (np.arange(ids.shape[1]) >= begin[:, None]).astype(np.int64)
-        return Batch(
-            tensor(ids), tensor(targets), mask, documents=tensor(documents), numbers=tensor(numbers),
-            reference=tensor(self.reference[numbers]),
-        )  # fmt: skip
+        return {"targets": targets, "documents": documents, "reference": self.reference[numbers]}
 
 
 def preference_losses(
@@ -307,12 +265,8 @@ def preference_losses(
             wrong = torch.as_tensor(smoothing or 1e-3, dtype=margin.dtype)
             return won.exp() * (won - torch.log1p(-wrong)) + lost.exp() * (lost - wrong.log())
         case "nca_pair":
-            up, down, other = (
-                logsigmoid(beta * chosen),
-                logsigmoid(-beta * chosen),
-                logsigmoid(-beta * rejected),
-            )
-            return -up - 0.5 * down - 0.5 * other
+            down, other = logsigmoid(-beta * chosen), logsigmoid(-beta * rejected)
+            return -logsigmoid(beta * chosen) - 0.5 * down - 0.5 * other
         case "bco_pair":
             return -logsigmoid(beta * chosen) - logsigmoid(-beta * rejected)
         case "sppo_hard":
@@ -337,7 +291,8 @@ class Prefer(ChatTask):
     """Prefer the chosen of two answers: direct preference optimization and its variants."""
 
     name = "prefer"
-    shape = PREFERENCES
+    row = Preference
+    batches = PreferenceBatches
     reads = "answers"
     metrics = ("loss", "accuracy", "margin")
     kind = "sigmoid"  # of the loss, see `preference_losses`
@@ -352,18 +307,14 @@ class Prefer(ChatTask):
         for group in groups(rows, characters):
             columns: Columns = {}
             for side in SIDES:
-                found = []
+                encoded = []
                 for row in group:
                     prompt = [{**message, "weight": 0} for message in row.prompt]
-                    found.append(encode([*prompt, *getattr(row, side)], row.tools, row.place)[-1])
-                columns[side] = flat([ids for ids, _ in found])
-                learned = [flag for _, flags in found for flag in flags]
+                    encoded.append(encode([*prompt, *getattr(row, side)], row.tools, row.place)[-1])
+                columns[side] = flat([ids for ids, _ in encoded])
+                learned = [flag for _, flags in encoded for flag in flags]
                 columns[f"{side}_learned"] = np.array(learned, dtype=np.bool_)
             yield columns
-
-    def batch(self, setting: Setting) -> Batches:
-        """See `Task.batch`."""
-        return PreferenceBatches(setting)
 
     def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> Self:
         """Choose the loss of pairs that the recipe names."""
@@ -411,27 +362,27 @@ class Prefer(ChatTask):
     def counts(self, batch: Batch) -> Tensor:
         """Return how many tokens each answer has: [B, 2]."""
         assert batch.documents is not None
-        asked = batch.targets != IGNORE
-        second = (asked & (batch.documents == 1)).sum(1)
-        return torch.stack([asked.sum(1) - second, second], 1)
+        has_target = batch.targets != IGNORE
+        second = (has_target & (batch.documents == 1)).sum(1)
+        return torch.stack([has_target.sum(1) - second, second], 1)
 
-    def score(self, said: Answers, meant: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
         """Measure how often the chosen answer has the larger reward, and the mean margin, as trl does."""
-        rewards = np.array(said, dtype=np.float64)
+        rewards = np.array(predicted, dtype=np.float64)
         margins = rewards[:, 0] - rewards[:, 1]
         return {"accuracy": (MEAN, margins > 0, margins), "margin": (MEAN, margins, margins)}
 
     def judge(self, judged: Judged) -> list[str]:
         """Add how often the chosen answer is the likelier one: as a whole, and per token."""
-        found = np.array(judged.said, dtype=np.float64)
-        whole = (found[:, 0] > found[:, 1]).astype(int).tolist()
-        per_token = (found[:, 0] / found[:, 2] > found[:, 1] / found[:, 3]).astype(int).tolist()
+        rewards = np.array(judged.predicted, dtype=np.float64)
+        whole = (rewards[:, 0] > rewards[:, 1]).astype(int).tolist()
+        per_token = (rewards[:, 0] / rewards[:, 2] > rewards[:, 1] / rewards[:, 3]).astype(int).tolist()
         judged.notes.append("no reference: accuracy is the share of pairs whose chosen answer is likelier")
-        for name, said in (("accuracy", whole), ("accuracy_per_token", per_token)):
-            judged.add(name, said, [1] * len(said), METRICS["accuracy"])
+        for name, right in (("accuracy", whole), ("accuracy_per_token", per_token)):
+            judged.add(name, right, [1] * len(right), METRICS["accuracy"])
         return ["chosen" if right else "rejected" for right in whole]
 
     def sample(self, loaded: Model, row: Preference, plan: GeneratePlan, seed: int) -> str:
         """Return the answer to a prompt, and the chosen one."""
-        said = self.answer(loaded, row.prompt, row.tools, plan, seed)
-        return sampled(" ".join(row.asked()), said, row.chosen[-1]["content"])
+        reply = self.answer(loaded, row.prompt, row.tools, plan, seed)
+        return sampled(" ".join(row.asked()), reply, row.chosen[-1]["content"])

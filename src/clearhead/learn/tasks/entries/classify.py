@@ -1,29 +1,36 @@
-"""Classification: the class of a text, of a pair of texts or of a picture.
+"""The class of a text, of a pair of texts or of a picture; a number in place of a class (regression).
+
+A regression model is a classifier with one output, as transformers has it under `problem_type: "regression"`,
+and learns by squared error. As rows of text and number could be classes, ask for it: `data.task=regress`.
 
 Shapes: N examples, B rows, T tokens of a row, C classes or channels, H height, W width, K classes of a batch.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+from torch import Tensor
 
+from clearhead.core.dtypes import wide
+from clearhead.errors import InputError, refuse
 from clearhead.hub.preprocessor import to_pixels
-from clearhead.learn.batches.batch import Batch, Batches
-from clearhead.learn.batches.buckets import Bucketed, cut_note
+from clearhead.learn.batches.batch import Batch, Batches, Bucketed, FixedRows, cut_note
 from clearhead.learn.batches.encoding import Columns, Encoded, Encoder, Setting, characters, flat, groups
-from clearhead.learn.batches.ragged import Ints, blank, frame_rows, share_room, tensor
-from clearhead.learn.batches.windows import FixedRows
-from clearhead.learn.data.examples import IMAGES, LABELS, Corpus, Images, Labelled
+from clearhead.learn.batches.ragged import Ints, frame_rows, share_room, tensor
+from clearhead.learn.data.examples import Corpus, Images, Labelled, Picture, RowType
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.data.tables import listed
+from clearhead.learn.data.tables import Record, listed
 from clearhead.learn.evaluation.metrics import METRICS, Judged, count_classes
+from clearhead.learn.losses import Answered
 from clearhead.learn.recipe import GeneratePlan
-from clearhead.learn.tasks.task import VISION, Answers, ClassTask, Scored, Task, sampled
+from clearhead.learn.tasks.task import VISION, Answers, ClassTask, Scored, Side, Task, sampled
 from clearhead.run.api import Model
 
 
@@ -45,8 +52,7 @@ class LabelBatches(Bucketed):
         self.typed = any(frame.typed for frame, rows in used if rows.any())
         super().__init__(setting, texts + np.where(paired, encoded.pair_frame.size, encoded.frame.size))
 
-    def _build(self, numbers: Ints) -> Batch:
-        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
+    def _fill(self, ids: Ints, numbers: Ints) -> dict[str, Any]:
         types = np.zeros_like(ids) if self.typed else None
         paired = self.paired[numbers]
         for frame, chosen, texts in (
@@ -55,14 +61,14 @@ class LabelBatches(Bucketed):
         ):
             parts = [text.take(numbers[chosen]) for text in texts]
             frame_rows(frame, parts, ids, types, np.flatnonzero(chosen))
-        more = {} if types is None else {"types": tensor(types)}
-        return Batch(tensor(ids), tensor(self.labels[numbers]), mask, numbers=tensor(numbers), **more)
+        return {"targets": self.labels[numbers], "types": types}
 
 
 class LabelTask(Task):
     """A task of rows that have a text, or two, and a label."""
 
     head = "classifier"
+    batches: ClassVar[Any] = LabelBatches
     families: ClassVar[tuple[str, ...]] = ("decoder",)
     pretrain = True
     command = "classify {folder} TEXT"
@@ -81,16 +87,12 @@ class LabelTask(Task):
         """Return the target of each row."""
         raise NotImplementedError
 
-    def batch(self, setting: Setting) -> Batches:
-        """See `Task.batch`."""
-        return LabelBatches(setting)
-
 
 class Classify(ClassTask, LabelTask):
     """The class of a text or of a pair of texts."""
 
     name = "classify"
-    shape = LABELS
+    row: ClassVar[RowType] = Labelled
     metrics = ("loss", "accuracy", "macro_f1")
     metric = "accuracy"
 
@@ -98,15 +100,21 @@ class Classify(ClassTask, LabelTask):
         """Return the number of each row's class."""
         return np.array([encoder.number(row.label, "label") for row in rows], dtype=np.int64)
 
-    def score(self, said: Answers, meant: Answers, labels: Sequence[str]) -> dict[str, Scored]:
-        """Measure accuracy and the mean F1 of the classes."""
-        predicted, wanted = ([answer for row in rows for answer in row] for rows in (said, meant))
-        return {name: (METRICS[name], predicted, wanted) for name in ("accuracy", "macro_f1")}
+    def answers(self, outputs: Tensor, batch: Batch) -> Answered:
+        """Return the best class of each row, and the right one."""
+        return outputs.argmax(-1)[:, None].tolist(), batch.targets[:, None].tolist()
 
-    def missing(self, said: Answers, meant: Answers, labels: Sequence[str]) -> str:
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+        """Measure accuracy and the mean F1 of the classes."""
+        flat, wanted = ([answer for row in rows for answer in row] for rows in (predicted, expected))
+        return {name: (METRICS[name], flat, wanted) for name in ("accuracy", "macro_f1")}
+
+    def missing(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> str:
         """Name the classes that occur and are never predicted."""
-        predicted, wanted = (Counter(answer for row in rows for answer in row) for rows in (said, meant))
-        missing = [label for number, label in enumerate(labels) if wanted[number] and not predicted[number]]
+        guesses, wanted = (
+            Counter(answer for row in rows for answer in row) for rows in (predicted, expected)
+        )
+        missing = [label for number, label in enumerate(labels) if wanted[number] and not guesses[number]]
         if not missing:
             return ""
         count = sum(wanted[number] for number, label in enumerate(labels) if label in missing)
@@ -118,15 +126,15 @@ class Classify(ClassTask, LabelTask):
     def judge(self, judged: Judged) -> list[str]:
         """Add also how often each class was taken for each."""
         super().judge(judged)
-        said, meant = ([answer for (answer,) in rows] for rows in (judged.said, judged.meant))
+        predicted, expected = ([answer for (answer,) in rows] for rows in (judged.predicted, judged.expected))
         names = judged.loaded.class_names
-        judged.classes = count_classes(said, meant, names)
-        return [names[number] for number in said]
+        judged.classes = count_classes(predicted, expected, names)
+        return [names[number] for number in predicted]
 
     def sample(self, loaded: Model, row: Labelled, plan: GeneratePlan, seed: int) -> str:
         """Return the predicted class and its probability."""
-        made: Any = loaded.classify(row.text if row.pair is None else (row.text, row.pair))
-        return sampled(row.text, f"{made.label} {made.probability:.0%}", row.label)
+        best: Any = loaded.classify(row.input)
+        return sampled(row.text, f"{best.label} {best.probability:.0%}", row.label)
 
 
 # Pictures ---------------------------------------------------------------------------------------------------
@@ -234,8 +242,8 @@ class PreparedPictures(FixedRows):
 
     def _build(self, starts: Ints, random: np.random.Generator) -> Batch:
         config, settings = self.loaded.config, self.loaded.images
-        made = [to_pixels(self.images.pixels[number], config, settings) for number in starts]
-        pixels = torch.stack(made).to(next(self.loaded.model.parameters()).dtype)
+        images = [to_pixels(self.images.pixels[number], config, settings) for number in starts]
+        pixels = torch.stack(images).to(next(self.loaded.model.parameters()).dtype)
         return Batch(pixels, tensor(self.images.labels[starts]), numbers=tensor(starts))
 
 
@@ -243,7 +251,8 @@ class Image(Classify):
     """The class of a picture."""
 
     name = "image"
-    shape = IMAGES
+    row = Picture
+    batches = PictureBatches
     tokens = None
     one_shape = True
     usual = VISION
@@ -255,10 +264,8 @@ class Image(Classify):
         """Return pictures as they are, with mean and deviation of each channel of the training side."""
         if not isinstance(corpus.train, Images):
             return super().encode_corpus(corpus, side, *args, **options)
-        levels, channels = (
-            np.arange(256) / 255,
-            np.moveaxis(np.asarray(corpus.train.pixels), -1, 0),
-        )  # C N H W
+        levels = np.arange(256) / 255
+        channels = np.moveaxis(np.asarray(corpus.train.pixels), -1, 0)  # C N H W
         counts = np.stack([np.bincount(channel.reshape(-1), minlength=256) for channel in channels])
         weights = counts / np.maximum(1, counts.sum(1, keepdims=True))  # C 256
         mean = weights @ levels
@@ -268,16 +275,100 @@ class Image(Classify):
         images = cast(Images, getattr(corpus, side))
         return Encoded(self.name, {"pixels": np.asarray(images.pixels), "labels": images.labels, **scale})
 
-    def batch(self, setting: Setting) -> Batches:
-        """See `Task.batch`."""
-        return PictureBatches(setting)
-
-    def judged_batches(self, loaded: Model, corpus: Corpus, plan: DataPlan) -> Batches:
-        """See `Task.judged_batches`."""
-        return PreparedPictures(loaded, cast(Images, corpus.validation), plan.batch_size)
+    def direct_batches(
+        self, loaded: Model, corpus: Corpus, side: Side, plan: DataPlan, seed: int, training: bool = True
+    ) -> Batches | None:
+        """See `Task.direct_batches`: a trained model prepares pictures by its own settings."""
+        rows = cast(Images, corpus.validation)
+        return None if training else PreparedPictures(loaded, rows, plan.batch_size)
 
     def sample(self, loaded: Model, row: Any, plan: GeneratePlan, seed: int) -> str:
-        """Return the predicted class of (number, pixels, label) and its probability."""
-        number, pixels, label = row
-        made: Any = loaded.classify(pixels)
-        return sampled(f"image {number}", f"{made.label} {made.probability:.0%}", loaded.labels[label])
+        """Return the predicted class of a `Picture` and its probability."""
+        best: Any = loaded.classify(row.pixels)
+        shown = f"{best.label} {best.probability:.0%}"
+        return sampled(f"image {row.number}", shown, loaded.labels[row.label])
+
+
+# Numbers ----------------------------------------------------------------------------------------------------
+
+
+STATED = {"problem_type": "regression"}
+
+
+def predict(
+    loaded: Model, texts: str | tuple[str, str] | Sequence[Any], batch_size: int = 32
+) -> float | list[float]:
+    """Return the number that a model gives to a text or a pair of texts; a list gives a list."""
+    theirs = loaded.description.theirs if loaded.description is not None else {}
+    refuse(
+        loaded.config.n_classes != 1 or not STATED.items() <= theirs.items(),
+        "predict needs a model that gives a number, with one output and problem_type regression in "
+        "config.json: train one with --set data.task=regress",
+    )
+    inputs: Any = texts
+    results: Any = loaded.classify(inputs, batch_size=batch_size)
+    return (
+        [float(row.probability) for row in results]
+        if isinstance(results, list)
+        else float(results.probability)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rated(Labelled):
+    """A text, or two texts that are read together, and a number written as its label."""
+
+    PLURAL, NAMED = "numbers", ""  # a number is not the name of a class
+
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """See `Example.read`."""
+        row, column = Labelled.read(record, roles), roles["label"]
+        if row is None:
+            return None
+        try:
+            finite = math.isfinite(float(row.label))
+        except ValueError:
+            finite = False
+        if not finite:
+            raise InputError(f"{record.place}: the label in `{column}` must be a number, not {row.label:.40}")
+        return cls(row.text, row.label, row.pair)
+
+
+class Regress(LabelTask):
+    """A number for a text or a pair of texts."""
+
+    name = "regress"
+    row = Rated
+    guessed = False  # rows of text and number could also be classes
+    outputs = 1
+    stated = STATED  # in config.json, so that transformers knows it too
+    metrics = ("loss", "pearson", "spearman")
+    command = "predict {folder} TEXT"
+
+    def targets(self, rows: Sequence[Rated], encoder: Encoder) -> NDArray[Any]:
+        """Return the number of each row."""
+        return np.array([float(row.label) for row in rows], dtype=np.float32)
+
+    def loss(self, outputs: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
+        """Return the summed squared error: [B, 1] -> []."""
+        return (wide(outputs)[:, 0] - batch.targets).square().sum()
+
+    def answers(self, outputs: Tensor, batch: Batch) -> Answered:
+        """Return the number of each row, and the right one."""
+        return outputs[:, :1].tolist(), batch.targets[:, None].tolist()
+
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+        """Measure Pearson's and Spearman's correlation."""
+        return {name: (METRICS[name], predicted, expected) for name in ("pearson", "spearman")}
+
+    def judge(self, judged: Judged) -> list[str]:
+        """Add also the mean squared error."""
+        judged.derive("mse", "loss", float)
+        super().judge(judged)
+        return [f"{number:.6g}" for (number,) in judged.predicted]
+
+    def sample(self, loaded: Model, row: Rated, plan: GeneratePlan, seed: int) -> str:
+        """Return the predicted number."""
+        number = predict(loaded, row.input)
+        return sampled(row.text, f"{number:.4g}", row.label)

@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -24,11 +24,10 @@ from clearhead.core.dtypes import wide
 from clearhead.core.heads import pool
 from clearhead.errors import ConfigError, refuse
 from clearhead.hub.sentences import Sentences
-from clearhead.learn.batches.batch import Batch, Batches
-from clearhead.learn.batches.buckets import Bucketed, cut_note
+from clearhead.learn.batches.batch import Batch, Bucketed, cut_note
 from clearhead.learn.batches.encoding import Columns, Encoder, Setting, characters, flat, groups
-from clearhead.learn.batches.ragged import Ints, blank, frame_rows, tensor
-from clearhead.learn.data.examples import Corpus, Example, Shape
+from clearhead.learn.batches.ragged import Ints, frame_rows
+from clearhead.learn.data.examples import Corpus, Example
 from clearhead.learn.data.tables import Record
 from clearhead.learn.evaluation.metrics import METRICS, Counts, Judged
 from clearhead.learn.losses import Answered
@@ -46,8 +45,9 @@ CHUNK = 1024  # anchors compared with all texts at a time
 class Similar(Example):
     """Two texts that are alike, perhaps one that is not, or how alike the two are."""
 
-    TEXTS, KEY = ("anchor", "positive", "negative"), ("anchor",)
-    PAIRED = ("anchor", "positive")
+    PLURAL, OPTIONAL, TEXTS = "similar texts", ("negative", "score"), TEXTS
+    KEY = ("anchor",)
+    NEEDED = PAIRED = ("anchor", "positive")
     anchor: str
     positive: str
     negative: str | None = None
@@ -97,24 +97,14 @@ class SimilarBatches(Bucketed):
         sizes = [text.lengths + self.frame.size for text in self.texts]
         super().__init__(setting, np.sum(sizes, axis=0))
 
-    def _build(self, numbers: Ints) -> Batch:
-        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
-        documents = np.full_like(ids, len(self.texts) - 1)
+    def _fill(self, ids: Ints, numbers: Ints) -> dict[str, Any]:
+        documents = np.full_like(ids, -1)
         begin = np.zeros(len(numbers), dtype=np.int64)
-        for number, text in enumerate(self.texts):
-            part = text.take(numbers)
-            framed = np.zeros((len(numbers), int(part.lengths.max()) + self.frame.size), dtype=np.int64)
-            frame_rows(self.frame, [part], framed)
-            ends = part.lengths + self.frame.size
-            inside = np.arange(framed.shape[1]) < ends[:, None]
-            rows, columns = np.nonzero(inside)
-            ids[rows, begin[rows] + columns] = framed[rows, columns]
-            documents[rows, begin[rows] + columns] = number
-            begin = begin + ends
-        return Batch(
-            tensor(ids), tensor(self.keys[numbers]), mask, documents=tensor(documents),
-            scores=tensor(self.scores[numbers]), numbers=tensor(numbers),
-        )  # fmt: skip
+        for text in (text.take(numbers) for text in self.texts):
+            frame_rows(self.frame, [text], ids, at=begin)
+            documents += np.arange(ids.shape[1]) >= begin[:, None]
+            begin = begin + text.lengths + self.frame.size
+        return {"targets": self.keys[numbers], "documents": documents, "scores": self.scores[numbers]}
 
 
 def _key(text: str) -> int:
@@ -176,7 +166,8 @@ class Embed(Task):
     """A vector for a text."""
 
     name = "embed"
-    shape = Shape("similar texts", Similar, ("anchor", "positive"), ("negative", "score"))
+    row = Similar
+    batches = SimilarBatches
     guessed = False
     head = "embedding"
     families = ("decoder",)
@@ -199,14 +190,8 @@ class Embed(Task):
                 **{name: flat(encoder.ids(text or "" for text in texts[name])) for name in TEXTS},
                 "several": np.array([row.negative is not None for row in group]),
                 "keys": np.array(keys, dtype=np.int64).reshape(-1, 2),
-                "scores": np.array(
-                    [math.nan if row.score is None else row.score for row in group], np.float32
-                ),
+                "scores": np.array([row.score for row in group], np.float32),  # None becomes NaN
             }
-
-    def batch(self, setting: Setting) -> Batches:
-        """See `Task.batch`."""
-        return SimilarBatches(setting)
 
     def ready(self, loaded: Bundle, recipe: Recipe) -> str:
         """Give a model that has none a way to make one vector of a text."""
@@ -224,9 +209,8 @@ class Embed(Task):
             f"{loaded.folder} puts a prompt before every text, or lowers it, which training does not: "
             "remove default_prompt_name and do_lower_case",
         )
-        return (
-            f"a text's vector is the {how.pooling} of its states{', of length one' if how.normalise else ''}"
-        )
+        length = ", of length one" if how.normalise else ""
+        return f"a text's vector is the {how.pooling} of its states{length}"
 
     def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> Self:
         """Take the pooling of the model and the scale of the recipe."""
@@ -259,17 +243,17 @@ class Embed(Task):
         vectors, scores = text_vectors(outputs, batch, self.pooling).double().cpu(), batch.scores
         assert scores is not None
         cosine = (vectors[:, 0] * vectors[:, 1]).sum(-1)
-        meant = torch.cat([scores.double().cpu()[:, None], vectors[:, 1]], 1)
-        return torch.cat([cosine[:, None], vectors[:, 0]], 1).tolist(), meant.tolist()
+        expected = torch.cat([scores.double().cpu()[:, None], vectors[:, 1]], 1)
+        return torch.cat([cosine[:, None], vectors[:, 0]], 1).tolist(), expected.tolist()
 
-    def score(self, said: Answers, meant: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
         """Measure correlations of scored pairs; of others, how well the positive is found among all texts."""
-        found, wanted = np.array(said, dtype=np.float64), np.array(meant, dtype=np.float64)
+        rows, wanted = np.array(predicted, dtype=np.float64), np.array(expected, dtype=np.float64)
         if not np.isnan(wanted[:, 0]).any():
-            cosines, scores = found[:, :1].tolist(), wanted[:, :1].tolist()
+            cosines, scores = rows[:, :1].tolist(), wanted[:, :1].tolist()
             return {name: (METRICS[name], cosines, scores) for name in ("pearson", "spearman")}
         # Equal texts count as one: an anchor with several positives is one query.
-        (anchors, query), (texts, own) = (_distinct(vectors[:, 1:]) for vectors in (found, wanted))
+        (anchors, query), (texts, own) = (_distinct(side[:, 1:]) for side in (rows, wanted))
         relevant: list[dict[int, float]] = [{} for _ in anchors]
         for number, text in zip(query.tolist(), own.tolist()):
             relevant[number][text] = 1.0
@@ -282,7 +266,7 @@ class Embed(Task):
     def judge(self, judged: Judged) -> list[str]:
         """See `Task.judge`."""
         super().judge(judged)
-        return [f"{row[0]:.4f}" for row in judged.said]
+        return [f"{row[0]:.4f}" for row in judged.predicted]
 
     def sample(self, loaded: Model, row: Similar, plan: GeneratePlan, seed: int) -> str:
         """Return the cosine of a pair."""

@@ -9,7 +9,7 @@ Shapes: N rows, B batch, C classes.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from clearhead.core.dtypes import wide
 from clearhead.errors import InputError
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.batches.encoding import Encoder
-from clearhead.learn.data.examples import LABELS, Labelled
+from clearhead.learn.data.examples import Labelled
 from clearhead.learn.data.tables import Record, shorten
 from clearhead.learn.evaluation.metrics import Counts, Judged, Metric, each, ratio_of
 from clearhead.learn.losses import Answered
@@ -36,14 +36,13 @@ from clearhead.run.api import Model
 class Several(Labelled):
     """A text, or two texts that are read together, and its classes, written as one label."""
 
-    NAMED = "classes"
+    PLURAL, NAMED = "sets of labels", "classes"
     classes: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
         """See `Example.read`. Labels are a list of texts or numbers, or a text with | or ; between them."""
-        text = record.text(roles["text"]).strip()
-        pair = record.text(roles["pair"]).strip() if "pair" in roles else None
+        text, pair = cls._texts(record, roles)
         value = record.value(roles["label"])
         names = re.split(r"[|;]", value) if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str | int) for name in names):
@@ -55,8 +54,8 @@ class Several(Labelled):
         return cls(text, "|".join(classes), pair, classes) if text else None
 
 
-def _macro_counts(said: Answers, meant: Answers) -> Counts:
-    guess, truth = np.array(said, dtype=np.float64), np.array(meant, dtype=np.float64)
+def _macro_counts(predicted: Answers, expected: Answers) -> Counts:
+    guess, truth = np.array(predicted, dtype=np.float64), np.array(expected, dtype=np.float64)
     return np.concatenate([guess * truth, guess + truth], 1)
 
 
@@ -79,7 +78,7 @@ class Multilabel(LabelTask):
     """Any number of classes for a text, or for a pair of texts, each on its own."""
 
     name = "multilabel"
-    shape = replace(LABELS, name="sets of labels", row=Several)
+    row = Several
     guessed = False  # such rows could also be single classes
     classes = True
     stated = MappingProxyType({"problem_type": "multi_label_classification"})
@@ -103,18 +102,18 @@ class Multilabel(LabelTask):
         """Return whether each class is predicted, and whether it is right."""
         return (outputs > 0).int().tolist(), batch.targets.int().tolist()
 
-    def score(self, said: Answers, meant: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
         """See `MULTILABEL`."""
-        return {name: (metric, said, meant) for name, metric in MULTILABEL.items()}
+        return {name: (metric, predicted, expected) for name, metric in MULTILABEL.items()}
 
     def judge(self, judged: Judged) -> list[str]:
         """See `Task.judge`."""
         super().judge(judged)
         names = judged.loaded.class_names
-        return ["|".join(name for name, on in zip(names, row) if on) for row in judged.said]
+        return ["|".join(name for name, on in zip(names, row) if on) for row in judged.predicted]
 
     def sample(self, loaded: Model, row: Labelled, plan: GeneratePlan, seed: int) -> str:
         """Return the classes with a probability above a half."""
-        made: Any = loaded.classify(row.text if row.pair is None else (row.text, row.pair))
-        found = "|".join(name for name, value in made.scores.items() if value > 0.5)
-        return sampled(row.text, found or "none", row.label or "none")
+        result: Any = loaded.classify(row.input)
+        names = "|".join(name for name, value in result.scores.items() if value > 0.5)
+        return sampled(row.text, names or "none", row.label or "none")

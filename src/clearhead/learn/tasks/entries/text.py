@@ -1,4 +1,7 @@
-"""Tasks of plain text: predict the next token, masked tokens, or spans that were taken out."""
+"""Tasks of plain text and of pairs of texts: predict tokens, masked tokens or removed spans; translate.
+
+Shapes: N examples, B rows, T tokens of the target, S tokens of the source.
+"""
 
 import math
 import re
@@ -8,14 +11,15 @@ from typing import Any, cast
 import numpy as np
 
 from clearhead.hub.tokens.text import decoded
-from clearhead.hub.tokens.training import DENOISER, GENERATOR
-from clearhead.learn.batches.batch import Batches
-from clearhead.learn.batches.encoding import Columns, Encoder, Setting, flat, groups
+from clearhead.hub.tokens.training import DENOISER, GENERATOR, TRANSLATOR
+from clearhead.learn.batches.batch import IGNORE, Batches, Bucketed, cut_note
+from clearhead.learn.batches.encoding import Columns, Encoder, Setting, characters, flat, groups
+from clearhead.learn.batches.ragged import Ints, blank, frame_rows, lay
 from clearhead.learn.batches.windows import MaskedWindows, NoisyWindows, PackedDocuments, TextWindows
-from clearhead.learn.data.examples import TEXT, Chunk
+from clearhead.learn.data.examples import Chunk, Pair
 from clearhead.learn.evaluation.metrics import Judged
 from clearhead.learn.recipe import GeneratePlan
-from clearhead.learn.tasks.task import DECODER, ENCODER_DECODER, Task
+from clearhead.learn.tasks.task import DECODER, ENCODER_DECODER, Task, sampled
 from clearhead.run.api import Model
 
 CHUNK = 2**14  # characters given to the tokenizer as one text: its threads share a buffer's chunks
@@ -25,14 +29,14 @@ PROMPT = 32  # characters of the validation text that a language model continues
 def chunks_of(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
     """Yield the same documents in chunks of at most `CHUNK` characters, cut where tokenizers cut too."""
     rest = ""
-    for text, ends in chunks:
-        rest, at = rest + text, 0
+    for chunk in chunks:
+        rest, at = rest + chunk.text, 0
         while len(rest) - at > CHUNK:
             end = _cut(rest, at + CHUNK // 2, at + CHUNK)
             yield Chunk(rest[at:end], False)
             at = end
         rest = rest[at:]
-        if ends:
+        if chunk.ends:
             yield Chunk(rest, True)
             rest = ""
     if rest:
@@ -47,16 +51,17 @@ def _cut(text: str, low: int, high: int) -> int:
     """
     for pattern in (r"(?<=\w) (?=\w)", r"(?<=\S)\s"):
         for start in range(high - 256, low - 256, -256):
-            found = [match.start() for match in re.finditer(pattern, text[max(low, start) - 1 : start + 257])]
-            if found:
-                return max(low, start) - 1 + found[-1]
+            begin = max(low, start) - 1
+            matches = [match.start() for match in re.finditer(pattern, text[begin : start + 257])]
+            if matches:
+                return begin + matches[-1]
     return high
 
 
 class TextTask(Task):
     """A task of documents, encoded end to end."""
 
-    shape = TEXT
+    row = Chunk
     guessed = False
     reads = "vocabulary"
 
@@ -123,22 +128,20 @@ class LanguageModel(TextTask):
         prompt = row.text.strip()[:PROMPT].rsplit(" ", 1)[0]
         ids = loaded.encode([prompt], max(1, loaded.max_length // 2))[0]
         room = min(plan.max_new_tokens, max(1, loaded.max_length - len(ids)))
-        made: Any = loaded.generate(ids, room, seed=seed, temperature=plan.temperature, top_p=plan.top_p)
-        return f"{decoded(loaded.text_tokenizer, ids)}|{made.text}"
+        drawn: Any = {"seed": seed, "temperature": plan.temperature, "top_p": plan.top_p}
+        generation: Any = loaded.generate(ids, room, **drawn)
+        return f"{decoded(loaded.text_tokenizer, ids)}|{generation.text}"
 
 
 class MaskedLanguageModel(TextTask):
     """Predict masked tokens."""
 
     name = "mlm"
+    batches = MaskedWindows
     separator = "sep"
     head = "mlm"
     pooled = False
     command = "fill {folder} TEXT"
-
-    def batch(self, setting: Setting) -> Batches:
-        """See `Task.batch`."""
-        return MaskedWindows(setting)
 
     def sample(self, loaded: Model, row: Chunk, plan: GeneratePlan, seed: int) -> str:
         """Return the text with one word masked and predicted, and the word itself."""
@@ -155,6 +158,7 @@ class Denoise(TextTask):
     """Write the spans that were taken out of a text."""
 
     name = "denoise"
+    batches = NoisyWindows
     tokens = DENOISER
     separator = "eos"
     sentinels = True
@@ -162,6 +166,74 @@ class Denoise(TextTask):
     usual = ENCODER_DECODER
     command = "translate {folder} TEXT"
 
-    def batch(self, setting: Setting) -> Batches:
-        """See `Task.batch`."""
-        return NoisyWindows(setting)
+
+# Pairs ------------------------------------------------------------------------------------------------------
+
+
+class PairBatches(Bucketed):
+    """A source for the encoder; for the decoder bos and the target, whose targets are the target and eos.
+
+    A target that is cut has no eos: the model must not learn to stop there.
+    """
+
+    side = 1
+
+    def __init__(self, setting: Setting) -> None:
+        length, self.frame = setting.length, setting.encoded.frame
+        self.bos, self.eos = setting.need("bos"), setting.need("eos")
+        room = setting.room(self.frame, "a source")
+        source, target = setting.encoded.stretches("source"), setting.encoded.stretches("target")
+        # A target is cut at its end whatever the tokenizer says: what is generated begins at its beginning.
+        self.source = setting.cut(source, room)
+        self.inputs, self.targets = target.cut(length - 1), target.cut(length)
+        self.whole = target.lengths < length
+        cut_sources = cut_note(source.lengths > room, "sources", length)
+        self.notes = cut_sources + cut_note(~self.whole, "targets", length)
+        super().__init__(setting, self.source.lengths + self.frame.size, self.inputs.lengths + 1)
+
+    def _fill(self, ids: Ints, numbers: Ints) -> dict[str, Any]:
+        source, source_mask = blank(self.sizes[0][numbers], self.setting.pad)
+        frame_rows(self.frame, [self.source.take(numbers)], source)
+        wanted, whole = self.targets.take(numbers), self.whole[numbers]
+        targets = np.full_like(ids, IGNORE)
+        ids[:, 0] = self.bos
+        lay(ids, 1, self.inputs.take(numbers))
+        lay(targets, 0, wanted)
+        targets[whole, wanted.lengths[whole]] = self.eos
+        return {"targets": targets, "source": source, "source_mask": source_mask}
+
+
+class Seq2seq(Task):
+    """Translate a source text into a target text."""
+
+    name = "seq2seq"
+    row = Pair
+    batches = PairBatches
+    tokens = TRANSLATOR
+    head = "lm"
+    usual = ENCODER_DECODER
+    reads = "vocabulary"
+    metrics = ("loss", "exact", "bleu", "chrf")
+    writes = True
+    command = "translate {folder} TEXT"
+
+    def encode(self, rows: Iterable[Pair], encoder: Encoder) -> Iterator[Columns]:
+        """Encode sources and targets."""
+        for group in groups(rows, characters):
+            yield {
+                "source": flat(encoder.ids(row.source for row in group)),
+                "target": flat(encoder.ids(row.target for row in group)),
+            }
+
+    def judge(self, judged: Judged) -> list[str]:
+        """Add exact match, edits per token, BLEU and chrF of what the model writes."""
+        written = judged.write()
+        judged.texts(written, judged.references, judged.tokenize, judged.lowercase)
+        return written
+
+    def sample(self, loaded: Model, row: Pair, plan: GeneratePlan, seed: int) -> str:
+        """Return what the model writes for the source."""
+        ids = loaded.encode([row.source], loaded.max_length)[0]
+        room = max(1, min(plan.max_new_tokens, loaded.config.max_positions - 2))
+        generation: Any = loaded.generate(ids, room, num_beams=1)
+        return sampled(row.source, generation.text, row.target)

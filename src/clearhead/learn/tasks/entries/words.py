@@ -7,16 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
+import torch
 from tokenizers import Encoding
+from torch import Tensor
 
 from clearhead.errors import refuse
-from clearhead.learn.batches.batch import IGNORE, Batch, Batches
-from clearhead.learn.batches.buckets import Bucketed, cut_note
+from clearhead.learn.batches.batch import IGNORE, Batch, Bucketed, cut_note
 from clearhead.learn.batches.encoding import Columns, Encoder, Setting, characters, flat, groups
-from clearhead.learn.batches.ragged import Ints, blank, frame_rows, lay, ragged, tensor
-from clearhead.learn.data.examples import QUESTIONS, TAGS, Corpus, Question, Tagged
-from clearhead.learn.data.tagging import by_labels, recognise
+from clearhead.learn.batches.ragged import Ints, frame_rows, lay, ragged
+from clearhead.learn.data.conll import by_labels, recognise
+from clearhead.learn.data.examples import Corpus, Question, Tagged
 from clearhead.learn.evaluation.metrics import METRICS, Judged, span_counts
+from clearhead.learn.losses import Answered
 from clearhead.learn.recipe import GeneratePlan
 from clearhead.learn.tasks.reading import tag
 from clearhead.learn.tasks.task import Answers, ClassTask, Scored, Task, sampled
@@ -43,19 +45,19 @@ class TagBatches(Bucketed):
         self.notes = cut_note(longer, "sentences", setting.length, f": {lost:,} words have no tag")
         super().__init__(setting, self.words.lengths + self.frame.size)
 
-    def _build(self, numbers: Ints) -> Batch:
-        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
+    def _fill(self, ids: Ints, numbers: Ints) -> dict[str, Any]:
         targets = np.full_like(ids, IGNORE)
         begins = frame_rows(self.frame, [self.words.take(numbers)], ids)
         lay(targets, begins[0], self.tags.take(numbers))
-        return Batch(tensor(ids), tensor(targets), mask, numbers=tensor(numbers))
+        return {"targets": targets}
 
 
 class Tag(ClassTask):
     """A tag for each word."""
 
     name = "tag"
-    shape = TAGS
+    row = Tagged
+    batches = TagBatches
     head = "tagger"
     pooled = False
     metrics = ("loss", "accuracy", "span_f1")
@@ -97,36 +99,41 @@ class Tag(ClassTask):
                 "lost": np.array(lost, dtype=np.int64),
             }
 
-    def batch(self, setting: Setting) -> Batches:
-        """See `Task.batch`."""
-        return TagBatches(setting)
+    def answers(self, outputs: Tensor, batch: Batch) -> Answered:
+        """Return the best tags of each row's words, and the right ones."""
+        has_target = batch.targets != IGNORE
+        best, right = (
+            [row[where].tolist() for row, where in zip(rows, has_target)]
+            for rows in (outputs.argmax(-1), batch.targets)
+        )
+        return best, right
 
     def default_metric(self, labels: Sequence[str]) -> str:
         """Return F1 of spans where the tags have prefixes that make some."""
         tagging = by_labels(labels)
         return "span_f1" if all(tagging.split(name)[0] for name in labels) else "accuracy"
 
-    def score(self, said: Answers, meant: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
         """Measure accuracy over words, and F1 of whole spans."""
-        predicted, wanted = ([answer for row in rows for answer in row] for rows in (said, meant))
-        tags, right = ([[labels[index] for index in row] for row in rows] for rows in (said, meant))
+        flat, wanted = ([answer for row in rows for answer in row] for rows in (predicted, expected))
+        tags, right = ([[labels[index] for index in row] for row in rows] for rows in (predicted, expected))
         return {
-            "accuracy": (METRICS["accuracy"], predicted, wanted),
+            "accuracy": (METRICS["accuracy"], flat, wanted),
             "span_f1": (METRICS["span_f1"], tags, right),
         }
 
-    def missing(self, said: Answers, meant: Answers, labels: Sequence[str]) -> str:
+    def missing(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> str:
         """Say where the data has spans and none is predicted."""
-        named = [[[labels[index] for index in row] for row in rows] for rows in (said, meant)]
-        _, predicted, wanted = span_counts(*named).sum(0)
-        if predicted or not wanted:
+        named = [[[labels[index] for index in row] for row in rows] for rows in (predicted, expected)]
+        _, guesses, wanted = span_counts(*named).sum(0)
+        if guesses or not wanted:
             return ""
         return f"no span is predicted, and {wanted:,.0f} are wanted: train longer, or set train.class_weights"
 
     def judge(self, judged: Judged) -> list[str]:
         """Add accuracy and, for tags with prefixes, F1 of whole spans; words that were cut off count too."""
-        found = tag(judged.loaded, [row.words for row in judged.rows])
-        tags = [[word.label for word in sentence.words] for sentence in found]
+        sentences = tag(judged.loaded, [row.words for row in judged.rows])
+        tags = [[word.label for word in sentence.words] for sentence in sentences]
         wanted = [row.tags for row in judged.rows]
         judged.add("accuracy", tags, wanted, "word_accuracy")
         if recognise(wanted).scheme:
@@ -136,8 +143,8 @@ class Tag(ClassTask):
 
     def sample(self, loaded: Model, row: Tagged, plan: GeneratePlan, seed: int) -> str:
         """Return the words with their predicted tags."""
-        made: Any = loaded.tag(list(row.words))
-        named = [f"{word}/{found.label}" for word, found in zip(row.words, made.words)]
+        tags: Any = loaded.tag(list(row.words))
+        named = [f"{word}/{tag.label}" for word, tag in zip(row.words, tags.words)]
         return f"{' '.join(named)}  ({' '.join(row.tags)})"
 
 
@@ -180,12 +187,10 @@ class AnswerBatches(Bucketed):
         self.targets = np.where(inside[:, None], positions + self.text_begin[:, None], 0)
         super().__init__(setting, self.question.lengths + count + self.frame.size)
 
-    def _build(self, numbers: Ints) -> Batch:
-        ids, mask = blank(self.sizes[0][numbers], self.setting.pad)
+    def _fill(self, ids: Ints, numbers: Ints) -> dict[str, Any]:
         types = np.zeros_like(ids) if self.frame.typed else None
         frame_rows(self.frame, [self.question.take(numbers), self.context.take(numbers)], ids, types)
-        more = {} if types is None else {"types": tensor(types)}
-        return Batch(tensor(ids), tensor(self.targets[numbers]), mask, numbers=tensor(numbers), **more)
+        return {"targets": self.targets[numbers], "types": types}
 
     def found(self, window: int, first: int, last: int) -> tuple[int, tuple[int, int] | None]:
         """Return the example of a window, and the characters of its context under some tokens of the row.
@@ -203,7 +208,8 @@ class AnswerQuestions(Task):
     """Find the part of a context that answers a question."""
 
     name = "answer"
-    shape = QUESTIONS
+    row = Question
+    batches = AnswerBatches
     head = "span"
     pooled = False
     metrics = ("loss", "exact")
@@ -216,9 +222,8 @@ class AnswerQuestions(Task):
         (-1, -1) stands for no answer.
         """
         for group in groups(rows, characters):
-            contexts = encoder.tokenizer.encode_batch(
-                [row.context for row in group], add_special_tokens=False
-            )
+            texts = [row.context for row in group]
+            contexts = encoder.tokenizer.encode_batch(texts, add_special_tokens=False)
             offsets = [span for encoding in contexts for span in encoding.offsets]
             yield {
                 "question": flat(encoder.ids(row.question for row in group)),
@@ -227,13 +232,15 @@ class AnswerQuestions(Task):
                 "answer": np.array(list(map(_answer, group, contexts)), dtype=np.int64),
             }
 
-    def batch(self, setting: Setting) -> Batches:
-        """See `Task.batch`."""
-        return AnswerBatches(setting)
+    def answers(self, outputs: Tensor, batch: Batch) -> Answered:
+        """Return the best first and last token of each row's answer, and the right ones."""
+        hidden = None if batch.mask is None else ~batch.mask[..., None]
+        scores = outputs if hidden is None else outputs.masked_fill(hidden, -torch.inf)
+        return scores.argmax(1).tolist(), batch.targets.tolist()
 
-    def score(self, said: Answers, meant: Answers, labels: Sequence[str]) -> dict[str, Scored]:
+    def score(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> dict[str, Scored]:
         """Measure how often both ends of the answer are right."""
-        return {"exact": (METRICS["accuracy"], said, meant)}
+        return {"exact": (METRICS["accuracy"], predicted, expected)}
 
     def judge(self, judged: Judged) -> list[str]:
         """Add exact match and F1 over words, as SQuAD has them.
@@ -242,16 +249,16 @@ class AnswerQuestions(Task):
         """
         questions, contexts = zip(*judged.asked)
         none = any("" in answers for answers in judged.references)
-        made: Any = judged.loaded.answer(list(questions), list(contexts), none=none)
-        found = [answer.text for answer in made]
-        judged.add("exact", found, judged.references, "answer_exact")
-        judged.add("token_f1", found, judged.references, "answer_f1")
-        return found
+        results: Any = judged.loaded.answer(list(questions), list(contexts), none=none)
+        texts = [answer.text for answer in results]
+        judged.add("exact", texts, judged.references, "answer_exact")
+        judged.add("token_f1", texts, judged.references, "answer_f1")
+        return texts
 
     def sample(self, loaded: Model, row: Question, plan: GeneratePlan, seed: int) -> str:
         """Return the predicted answer."""
-        made: Any = loaded.answer(row.question, row.context)
-        return sampled(row.question, made.text, row.answer)
+        answer: Any = loaded.answer(row.question, row.context)
+        return sampled(row.question, answer.text, row.answer)
 
 
 def _answer(row: Question, encoding: Encoding) -> tuple[int, int]:
