@@ -354,6 +354,10 @@ class ChatTemplate:
             return [(whole, [span for _, span in texts.values()])] if texts else []
         return [(text, [span]) for text, span in texts.values()]
 
+    def reads(self, *names: str) -> bool:
+        """Return whether the template reads one of these fields or keywords."""
+        return any(_reads(source, name) for source in (self.source, self.tool_source or "") for name in names)
+
     @property
     def markers(self) -> tuple[str, ...]:
         """The special tokens that the template writes by their names, such as <|im_end|>."""

@@ -387,12 +387,25 @@ def join_reports(first: dict[str, Any] | None, second: dict[str, Any] | None) ->
 
 
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # by status, as OpenAI has them
+KINDS = {  # by status, as Anthropic has them
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+MESSAGES = "/v1/messages"  # below it errors are told as Anthropic tells them
 
 
-def error_body(error: BaseException, status: int = 400) -> dict[str, Any]:
-    """Return an error as OpenAI's clients read it."""
+def error_body(error: BaseException, status: int = 400, path: str = "") -> dict[str, Any]:
+    """Return an error as the clients of a path read it: OpenAI's, or Anthropic's."""
     mine = isinstance(error, ClearheadError)
     line = str(error) if mine else f"something went wrong: {type(error).__name__}"
+    if path.startswith(MESSAGES):
+        kind = KINDS.get(status, "invalid_request_error") if mine and status < 500 else "api_error"
+        return {"type": "error", "error": {"type": kind, "message": line}}
     kind = "invalid_request_error" if mine else "server_error"
     param, code = getattr(error, "param", None), getattr(error, "code", CODES.get(status))
     return {"error": {"message": line, "type": kind, "param": param, "code": code}}

@@ -7,8 +7,9 @@ import json
 import math
 import re
 import secrets
+from collections.abc import Collection, Mapping
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
@@ -69,6 +70,9 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
 class Body(FewFields):
     """The base of every body; what a client sends and asks for nothing is left out."""
 
+    unused: ClassVar[tuple[str, ...]] = UNUSED
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = NO_OPS
+
     model: str | None = None
 
     @model_validator(mode="before")
@@ -76,9 +80,9 @@ class Body(FewFields):
     def _drop_no_ops(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        unused = [name for name in given if name in UNUSED and name not in cls.model_fields]
-        no_ops = NO_OPS.keys() - cls.model_fields.keys()
-        unused += [name for name in no_ops if name in given and given[name] in (None, *NO_OPS[name])]
+        unused = [name for name in given if name in cls.unused and name not in cls.model_fields]
+        no_ops = cls.no_ops.keys() - cls.model_fields.keys()
+        unused += [name for name in no_ops if name in given and given[name] in (None, *cls.no_ops[name])]
         kept = {name: value for name, value in given.items() if name not in unused}
         if kept.get("top_k") == -1:  # all tokens, in vLLM's words
             kept["top_k"] = 0
@@ -125,8 +129,11 @@ JSON_TYPES: dict[str, Any] = {  # options whose JSON is not that of their Python
 OPENAI_DEFAULTS = {"temperature": 1.0}  # texts are drawn, as OpenAI's are
 
 
-def _with_options(base: type[BaseModel]) -> type[BaseModel]:
-    """Return a body with the options of a request that HTTP has, under their names in OpenAI's API."""
+def with_options(base: type[BaseModel], but: Collection[str] = ()) -> Any:
+    """Return a body with the options of a request that HTTP has, under their names in OpenAI's API.
+
+    `but`: those that an API has in other words.
+    """
     entries: dict[str, Any] = {}
     for name, stated in OPTIONS.items():
         hint, bounds = JSON_TYPES.get(name, hints_of(Request)[name]), stated.bounds
@@ -135,12 +142,12 @@ def _with_options(base: type[BaseModel]) -> type[BaseModel]:
             limits |= {"le": bounds.most} if math.isfinite(bounds.most) else {}
             number = next((kind for kind in get_args(hint) if kind is not NoneType), hint)
             hint = Annotated[number, Field(**limits)]
-        if stated.http:
+        if stated.http and stated.http not in but:
             entries[stated.http] = (hint | None, Field(None, description=stated.help))
     return create_model("OptionsBody", __base__=base, __doc__="The options of a request.", **entries)
 
 
-class GenerationBody(_with_options(Body)):  # type: ignore[misc]
+class GenerationBody(with_options(Body)):  # type: ignore[misc]
     """What every request for a text may say."""
 
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -224,6 +231,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 class ChatBody(GenerationBody):
     """`/v1/chat/completions`."""
 
+    fits: ClassVar[bool] = False
+
     messages: Annotated[list[Fields], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
     logprobs: bool | None = None
@@ -242,6 +251,12 @@ class ChatBody(GenerationBody):
         """How many of the best tokens to report; None: report nothing."""
         refuse(self.top_logprobs and not self.logprobs, "top_logprobs without logprobs: true: leave it out")
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class FittedChatBody(ChatBody):
+    """A chat whose answer may be shorter than `max_completion_tokens` where the context has no more room."""
+
+    fits: ClassVar[bool] = True
 
 
 class TextsBody(Body):

@@ -30,9 +30,11 @@ MOST_CONNECTIONS = 4096
 FILES_LEFT = 256  # that the process needs besides its connections
 OWNER = "clearhead.owner"  # in the scope of a request: the digest of its key, or nothing
 RETRY_AFTER = "1"  # seconds
-WORK = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")  # what an engine is needed for
+# What an engine is needed for.
+WORK = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
 OPEN = ("/health", "/ready")  # routes without a key
-ONCE = ("content-length", "host", "transfer-encoding", "authorization")  # headers that must not come twice
+# Headers that must not come twice.
+ONCE = ("content-length", "host", "transfer-encoding", "authorization", "x-api-key")
 
 
 class Connection(H11Protocol):
@@ -134,8 +136,14 @@ class Admission:
         self.keys = [key_digest(key.encode()) for key in keys]
 
     def key_of(self, headers: Headers) -> bytes | None:
-        """Return the digest of the key that a request has; None where it has none that is known."""
-        return digest_given(headers.get("authorization", ""), self.keys)
+        """Return the digest of the key that a request has; None where it has none that is known.
+
+        Anthropic's clients may send it as x-api-key.
+        """
+        given = [headers.get("authorization", "")]
+        given += [f"Bearer {headers['x-api-key']}"] if "x-api-key" in headers else []
+        digests = [digest_given(one, self.keys) for one in given]
+        return next((digest for digest in digests if digest is not None), None)
 
     def refusal(self, path: str, headers: Headers, key: bytes | None) -> tuple[int, str] | None:
         """Return the status and the reason, where a request is refused before its body is read."""
@@ -149,7 +157,10 @@ class Admission:
         if self.allowed is not None and not self.allowed.issuperset(names):
             return 403, "this server answers to its own address only: start it with another --host"
         if self.keys and path not in OPEN and key is None:
-            return 401, "this server asks for a key: send it as Authorization: Bearer KEY"
+            return (
+                401,
+                "this server asks for a key: send it as Authorization: Bearer KEY, or as x-api-key: KEY",
+            )
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > LARGEST_BODY:
             return 413, f"the body is larger than {LARGEST_BODY:,} bytes"
@@ -179,7 +190,7 @@ class Admission:
         refusal = self.refusal(path, headers, self.key_of(headers))
         if refusal is None or refusal[0] != 429:
             return None
-        answer = refused(*refusal)
+        answer = refused(*refusal, path)
         lines = [b"HTTP/1.1 429 Too Many Requests", *(b": ".join(pair) for pair in answer.raw_headers)]
         return b"\r\n".join([*lines, b"", bytes(answer.body)])
 
@@ -191,7 +202,7 @@ def refused(status: int, line: str, path: str = "") -> JSONResponse:
         more["WWW-Authenticate"] = "Basic"
     if status == 429:
         more["Retry-After"] = RETRY_AFTER
-    return JSONResponse(error_body(InputError(line), status), status, more)
+    return JSONResponse(error_body(InputError(line), status, path), status, more)
 
 
 class Guard:

@@ -1,0 +1,298 @@
+"""What `/v1/messages` takes: Anthropic's Messages API as bodies and blocks, and the chat they come to."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from clearhead.errors import refuse
+from clearhead.hub.tokens.chat import REASONING, ChatTemplate
+from clearhead.run.serve.blocks import Name, call_of, chat_body, function_of
+from clearhead.run.serve.protocol import (
+    Body,
+    ChatBody,
+    Count,
+    FewFields,
+    Fields,
+    FittedChatBody,
+    Schema,
+    Stops,
+    Text,
+    with_options,
+)
+
+# Messages ---------------------------------------------------------------------------------------------------
+
+
+class TextBlock(FewFields):
+    """A text."""
+
+    type: Literal["text"]
+    text: Text
+    cache_control: Fields | None = None  # prompts are cached as long as there is room
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ThinkingBlock(FewFields):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: str | None = None
+
+
+class Caller(FewFields):
+    """Who has called a tool."""
+
+    type: Literal["direct"]
+
+
+class ToolUseBlock(FewFields):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: Fields
+    cache_control: Fields | None = None
+    caller: Caller | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(FewFields):
+    """What a tool has returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    is_error: bool | None = None
+    cache_control: Fields | None = None
+    toolset_name: None = None
+
+
+Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True)]
+
+
+class SystemMessage(FewFields):
+    """Instructions."""
+
+    role: Literal["system"]
+    content: Texts
+
+
+class UserMessage(FewFields):
+    """What the user says, and what tools have returned."""
+
+    role: Literal["user"]
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(fail_fast=True)
+        ]
+    )
+
+
+class AssistantMessage(FewFields):
+    """What the model has answered."""
+
+    role: Literal["assistant"]
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]],
+            Field(fail_fast=True),
+        ]
+    )
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")]
+
+
+def _content(given: Any) -> str | list[dict[str, Any]]:
+    """Return texts as the content of a chat's message: one text, or its parts."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    parts = [{"type": "text", "text": block.text} for block in given if isinstance(block, TextBlock)]
+    return parts if len(parts) > 1 else "".join(part["text"] for part in parts)
+
+
+def messages_of(given: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+    """Return messages as those of a chat: the result of a tool is a message of its own.
+
+    Thinking is left out where the template does not read it.
+    """
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of tools, by the call
+    for message in given:
+        blocks: list[Any] = [] if isinstance(message.content, str) else list(message.content)
+        results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+        messages += [_result(block, names) for block in results]
+        if results and len(results) == len(blocks):
+            continue
+        made: dict[str, Any] = {"role": message.role, "content": _content(message.content)}
+        thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        if thought and template.reads(*REASONING):
+            made["reasoning_content"] = thought
+        calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+        names |= {block.id: block.name for block in calls}
+        if calls:
+            made["content"] = made["content"] or None
+            made["tool_calls"] = [call_of(one.id, one.name, json.dumps(one.input)) for one in calls]
+        messages.append(made)
+    return messages
+
+
+def _result(block: ToolResultBlock, names: dict[str, str]) -> dict[str, Any]:
+    """Return what a tool has returned as a message; its text alone tells of an error."""
+    refuse(
+        block.tool_use_id not in names,
+        f'messages has a tool_result of "{block.tool_use_id:.100}" and no such tool_use: send it before',
+    )
+    content = _content(block.content)
+    if block.is_error and isinstance(content, str) and not content.lower().startswith("error"):
+        content = f"Error: {content}"
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "name": names[block.tool_use_id],
+        "content": content,
+    }
+
+
+# Requests ---------------------------------------------------------------------------------------------------
+
+
+class ClientTool(FewFields):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: Text | None = None
+    input_schema: Fields
+    strict: bool | None = None
+    cache_control: Fields | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ToolChoice(FewFields):
+    """Which tool is used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(FewFields):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None  # a target: the template of a model has no place for it
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(FewFields):
+    """A schema that the text is held to."""
+
+    type: Literal["json_schema"]
+    given: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(FewFields):
+    """How the answer is written."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(with_options(Body, but=("max_tokens", "stop"))):  # type: ignore[misc]
+    """`/v1/messages/count_tokens`."""
+
+    unused: ClassVar = (
+        "metadata",
+        "service_tier",
+        "cache_control",
+        "user_profile_id",
+        "workspace_id",
+    )
+    # The second row is of the client's beta routes.
+    no_ops: ClassVar = (
+        {"container": (), "diagnostics": (), "inference_geo": (), "speed": ("standard",)}
+        | dict.fromkeys(("context_management", "compaction", "thread", "billing_policy"), ())
+        | {"mcp_servers": ([],), "fallbacks": ([],), "fallback_credit_token": ()}
+    )
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    system: Texts | None = None
+    tools: Annotated[list[ClientTool], Field(max_length=1000, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: Fields | None = None
+
+    def chat(self, template: ChatTemplate, **more: Any) -> ChatBody:
+        """Return the chat that this request comes down to."""
+        refuse(
+            self.messages[-1].role == "assistant",
+            "the last of messages is the assistant's, which is not continued: end with one of the user's",
+        )
+        system = [] if not self.system else [{"role": "system", "content": _content(self.system)}]
+        tools, choice = self.tools or [], self.tool_choice
+        one_call = choice is not None and choice.disable_parallel_tool_use
+        schema = None if self.output_config is None else self.output_config.format
+        return chat_body(
+            self,
+            system + messages_of(self.messages, template),
+            FittedChatBody,
+            tools=[function_of(one.name, one.description, one.input_schema) for one in tools] or None,
+            tool_choice=None if choice is None else _choice(choice),
+            parallel_tool_calls=False if one_call else None,
+            response_format=None if schema is None else _format(schema),
+            chat_template_kwargs=self._template_kwargs(template) or None,
+            **more,
+        )
+
+    def _template_kwargs(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return what the template takes besides, with how much to think as it knows it."""
+        effort = None if self.output_config is None else self.output_config.effort
+        levels, switch = template.reads("reasoning_effort"), template.reads("enable_thinking")
+        refuse(
+            effort not in (None, "high") and not levels,  # high is what Anthropic's models do by default
+            f'output_config.effort "{effort}": the chat template of this model takes none: leave it out',
+        )
+        kwargs: dict[str, Any] = {"reasoning_effort": effort} if effort is not None and levels else {}
+        if self.thinking is not None:
+            wanted = self.thinking.type != "disabled"
+            refuse(
+                self.thinking.type == "enabled" and not (switch or template.reads("think", *REASONING)),
+                "thinking: this model does not think before it answers: leave it out",
+            )
+            kwargs |= {"enable_thinking": wanted} if switch else {}
+        return kwargs | (self.chat_template_kwargs or {})
+
+
+class MessagesBody(CountBody):
+    """`/v1/messages`."""
+
+    max_tokens: Annotated[Count, Field(ge=1)]
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1000)] | None = None
+
+
+def _choice(choice: ToolChoice) -> Any:
+    """Return which tool is used, as a chat says it."""
+    refuse(
+        (choice.type == "tool") == (choice.name is None),
+        "tool_choice.name belongs to the type tool, and that type to it",
+    )
+    if choice.name is not None:
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _format(stated: OutputFormat) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": stated.given}}

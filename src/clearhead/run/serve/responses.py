@@ -1,0 +1,338 @@
+"""`/v1/responses`, OpenAI's Responses API: a chat whose answer is told as items and events.
+
+Responses are kept in memory, for each API key apart, so that one can be continued (`previous_response_id`).
+"""
+
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from clearhead.errors import InputError, RequestError, refuse
+from clearhead.hub.tokens.chat import LEADING
+from clearhead.run.serve.answers import ChatChoices, error_body
+from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, event, new_id
+from clearhead.run.serve.protocol import ChatBody
+from clearhead.run.serve.responses_body import PREFIXES, InputBody, ResponsesBody, plain_items
+from clearhead.run.serve.server import OWNER
+
+MOST_KEPT = 1000  # responses of one key; the one that was asked for longest ago goes first
+MOST_BYTES = 64_000_000  # of the conversations that are kept for one key, as they were sent
+NAMES = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+KINDS = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
+SHOWN = {"type", "name", "description", "parameters", "strict"}  # of a tool, in the response
+
+Items = list[dict[str, Any]]
+
+
+# What is kept -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A response, and the conversation that it answers."""
+
+    response: dict[str, Any]
+    items: Items
+    size: int  # in bytes, about
+
+    @property
+    def conversation(self) -> Items:
+        """Everything that was said, the answer too."""
+        return [*self.items, *self.response["output"]]
+
+
+class Memory:
+    """The responses that are kept, by their owner: the API key that they were made with."""
+
+    def __init__(self) -> None:
+        self._of: defaultdict[str, OrderedDict[str, Kept]] = defaultdict(OrderedDict)
+
+    def find(self, owner: str, id: str, param: str = "response_id") -> Kept:
+        """Return a response; one of another owner is not there."""
+        if id not in self._of[owner]:
+            code = "previous_response_not_found" if param == "previous_response_id" else "not_found"
+            raise RequestError(
+                f'response "{id:.100}" is not here: it was not kept, or not for long', code, 404, param
+            )
+        self._of[owner].move_to_end(id)
+        return self._of[owner][id]
+
+    def item(self, owner: str, id: str) -> dict[str, Any]:
+        """Return an item of a response that is kept."""
+        for kept in reversed(self._of[owner].values()):
+            for item in kept.conversation:
+                if item.get("id") == id:
+                    return item
+        raise RequestError(
+            f'item "{id:.100}" is of no response that is kept: send it whole', "not_found", 404, "input"
+        )
+
+    def keep(self, owner: str, kept: Kept) -> None:
+        """Keep a response, and as many of those before it as there is room for."""
+        own = self._of[owner]
+        own[kept.response["id"]] = kept
+        size = sum(one.size for one in own.values())
+        while own and (len(own) > MOST_KEPT or size > MOST_BYTES):
+            size -= own.popitem(last=False)[1].size
+
+    def drop(self, owner: str, id: str) -> None:
+        """Drop a response."""
+        self.find(owner, id)
+        del self._of[owner][id]
+
+
+# Answers ----------------------------------------------------------------------------------------------------
+
+
+class Answer:
+    """A response as it grows: its items, and the events that tell of them."""
+
+    def __init__(self, body: ResponsesBody, choices: ChatChoices, items: Items) -> None:
+        self.body, self.choices, self.items = body, choices, items
+        self.id, self.blocks, self.events = new_id("resp"), Blocks(choices), 0
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """Wait for the answer, as long as the client does; return the response."""
+        await self.choices.finish(request)
+        self.blocks.finish()
+        return self._ended()
+
+    async def stream(self, keep: Callable[[dict[str, Any]], None]) -> AsyncIterator[str]:
+        """Yield server-sent events, as they come; `keep` is given the response before its last event."""
+        try:
+            for kind in ("created", "in_progress"):
+                yield self._event(f"response.{kind}", response=self._response("in_progress"))
+            async for update in self.choices.follow():
+                for step in self.blocks.add(update.text, update.ended):
+                    for told in self._told(step):
+                        yield told
+            response = self._ended()
+            keep(response)
+            yield self._event(f"response.{response['status']}", response=response)
+        except Exception as error:
+            failed = {"code": "server_error", "message": error_body(error)["error"]["message"]}
+            response = self._response("failed", error=failed, output=self._output())
+            yield self._event("response.failed", response=response)
+        finally:
+            self.choices.cancel()
+
+    def _told(self, step: Step) -> Iterator[str]:
+        """Yield the events of what happens to a block."""
+        block, name = step.block, NAMES[step.block.kind]
+        item = _item(block, "in_progress" if step.what != "stop" else None)
+        place = {"item_id": item["id"], "output_index": block.number}
+        added = {"output_index": block.number, "item": item}
+        inner = place if block.kind == "call" else place | {"content_index": 0}
+        logprobs = {"logprobs": []} if block.kind == "content" else {}
+        if step.what == "start":
+            yield self._event("response.output_item.added", **added)
+            if block.kind != "call":
+                yield self._event("response.content_part.added", **inner, part=_part(block))
+        elif step.what == "delta":
+            yield self._event(f"response.{name}.delta", **inner, delta=step.text, **logprobs)
+        else:
+            text = {"arguments" if block.kind == "call" else "text": block.text}
+            yield self._event(f"response.{name}.done", **inner, **text, **logprobs)
+            if block.kind != "call":
+                yield self._event("response.content_part.done", **inner, part=_part(block))
+            yield self._event("response.output_item.done", **added)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        self.events += 1
+        return event(kind, sequence_number=self.events - 1, **fields)
+
+    def _output(self) -> Items:
+        return [_item(block) for block in self.blocks.blocks]
+
+    def _ended(self) -> dict[str, Any]:
+        cut = self.choices.finish_reason(0) == "length"
+        return self._response(
+            "incomplete" if cut else "completed",
+            completed_at=None if cut else int(time.time()),
+            incomplete_details={"reason": "max_output_tokens"} if cut else None,
+            output=self._output(),
+            usage=self._usage(),
+        )
+
+    def _response(self, status: str, **known: Any) -> dict[str, Any]:
+        """Return the response as it is now: what was asked, and what is known."""
+        body = self.body
+        asked = body.model_dump(by_alias=True, exclude_none=True)
+        text = {"format": {"type": "text"}, "verbosity": "medium"} | asked.get("text", {})
+        tools = [tool.model_dump(include=SHOWN) for tool in body.tools or ()]
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self.choices.created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self.choices.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": body.previous_response_id,
+            "reasoning": {"effort": None, "summary": None} | asked.get("reasoning", {}),
+            "service_tier": "default",
+            "store": body.store is not False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": text,
+            "tool_choice": asked.get("tool_choice", "auto"),
+            "tools": tools,
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": body.truncation or "disabled",
+            "usage": None,
+            **self.choices.cited,
+            **known,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self.choices.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": thought},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _part(block: Block) -> dict[str, Any]:
+    """Return the content of an item."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _item(block: Block, status: str | None = None) -> dict[str, Any]:
+    """Return a block as an item of the output; one in progress has no content yet."""
+    kind = KINDS[block.kind]
+    ended = "completed" if block.whole else "incomplete"
+    item = {"id": f"{PREFIXES[kind]}_{block.id}", "type": kind, "status": status or ended}
+    if block.kind == "call":
+        return {**item, "call_id": block.id, "name": block.name, "arguments": block.text}
+    content = [] if status else [_part(block)]
+    return {
+        **item,
+        **({"summary": []} if block.kind == "reasoning" else {"role": "assistant"}),
+        "content": content,
+    }
+
+
+# Routes -----------------------------------------------------------------------------------------------------
+
+
+def add_responses(app: FastAPI, chat: Chat) -> None:
+    """Add the routes below /v1/responses."""
+    memory = Memory()
+
+    def conversation(body: InputBody, owner: str) -> Items:
+        """Return the items that are answered, those of the responses before included."""
+        previous, before = body.previous_response_id, Items()
+        if previous is not None:
+            before = memory.find(owner, previous, "previous_response_id").conversation
+        given = plain_items(body.input or [])
+        referred = [
+            memory.item(owner, item["id"]) if item["type"] == "item_reference" else item for item in given
+        ]
+        return before + referred
+
+    async def fitted(body: InputBody, items: Items) -> ChatBody:
+        """Return the chat that is answered; without its oldest turns where `truncation` lets them go."""
+        template = chat.template(body.model)
+        if body.truncation != "auto":
+            return body.chat(items, template)
+        turns = [n for n, item in enumerate(items) if item.get("role") == "user"]
+        first = [item for item in items[: turns[0] if turns else 0] if item.get("role") in LEADING]
+        chats = [body.chat(items, template), *(body.chat(first + items[n:], template) for n in turns[1:])]
+        most = getattr(body, "max_output_tokens", None)
+
+        least, last = 0, len(chats) - 1
+        while least < last:  # the first that leaves room for the answer, or the shortest
+            middle = (least + last) // 2
+            tokens, longest = await chat.count(chats[middle])
+            if tokens + (most or longest // 4) <= longest:
+                last = middle
+            else:
+                least = middle + 1
+        return chats[least]
+
+    @app.post("/v1/responses")
+    async def create(body: ResponsesBody, request: Request) -> Response:
+        owner, size = _owner(request), len(await request.body())
+        items = conversation(body, owner)
+        choices = await chat.begin(await fitted(body, items), request)
+        answer = Answer(body, choices, items)
+        if body.previous_response_id is not None:
+            size += memory.find(owner, body.previous_response_id, "previous_response_id").size
+
+        def keep(response: dict[str, Any]) -> None:
+            if body.store is not False:
+                new = sum(len(block.text) for block in answer.blocks.blocks)
+                memory.keep(owner, Kept(response, items, size + new))
+
+        if body.stream:
+            return StreamingResponse(answer.stream(keep), media_type="text/event-stream")
+        response = await answer.whole(request)
+        keep(response)
+        return JSONResponse(response)
+
+    @app.post("/v1/responses/input_tokens")
+    async def input_tokens(body: InputBody, request: Request) -> Any:
+        tokens, _ = await chat.count(await fitted(body, conversation(body, _owner(request))))
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    @app.get("/v1/responses/{id}")
+    async def retrieve(id: str, request: Request, stream: bool = False) -> Any:
+        refuse(stream, "stream: a response is kept whole: leave it out")
+        return memory.find(_owner(request), id).response
+
+    @app.delete("/v1/responses/{id}")
+    async def delete(id: str, request: Request) -> Any:
+        memory.drop(_owner(request), id)
+        return {"id": id, "object": "response", "deleted": True}
+
+    @app.post("/v1/responses/{id}/cancel")
+    async def cancel(id: str, request: Request) -> Any:
+        memory.find(_owner(request), id)
+        raise InputError(
+            "this response has ended: one that is being made is cancelled by closing its connection"
+        )
+
+    @app.get("/v1/responses/{id}/input_items")
+    async def input_items(
+        id: str,
+        request: Request,
+        order: Literal["asc", "desc"] = "desc",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        after: str | None = None,
+    ) -> Any:
+        items = memory.find(_owner(request), id).items
+        items = items if order == "asc" else items[::-1]
+        ids = [item["id"] for item in items]
+        refuse(after is not None and after not in ids, f'after "{after!s:.100}" is no item of this response')
+        start = 0 if after is None else ids.index(after) + 1
+        data = items[start : start + limit]
+        ends = (
+            {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+            if data
+            else {"first_id": None, "last_id": None}
+        )
+        return {"object": "list", "data": data, **ends, "has_more": start + limit < len(items)}
+
+
+def _owner(request: Request) -> str:
+    """Return whose responses a request may see: those of its key."""
+    return str(request.scope.get(OWNER, ""))
