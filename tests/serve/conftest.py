@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import clearhead as ch
+from clearhead.hub.tokens.chat import KNOWN
 from tests.serve import mixes
 
 
@@ -13,6 +14,14 @@ def writer(byte_tokenizer) -> ch.Model:
     """A decoder with a chat template."""
     m = mixes.model("rope-gqa", byte_tokenizer)
     m.settings["chat_template"] = mixes.TEMPLATE
+    return m
+
+
+@pytest.fixture(scope="module")
+def talker(byte_tokenizer) -> ch.Model:
+    """A decoder that reads long conversations, with tools."""
+    m = mixes.model("rope-gqa", byte_tokenizer, max_positions=2048)
+    m.settings["chat_template"] = KNOWN["chatml"]
     return m
 
 

@@ -21,12 +21,15 @@ from clearhead.errors import BusyError, ClearheadError, InputError, RequestError
 from clearhead.labs.retrieval.index import Index
 from clearhead.labs.retrieval.passages import before_prompt, cited
 from clearhead.learn.tasks import reading
-from clearhead.learn.tasks.generation import chat_ids
+from clearhead.learn.tasks.generation import chat_ids, chat_template
 from clearhead.run.generate.stream import token_texts
 from clearhead.run.serve import answers, protocol
-from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, choices_of, error_body
+from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, Choices, chat_turn, choices_of, error_body
+from clearhead.run.serve.blocks import Chat
 from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.messages import add_messages, model_card
 from clearhead.run.serve.protocol import ChatBody, CompletionBody
+from clearhead.run.serve.responses import add_responses
 from clearhead.run.serve.server import OWNER, RETRY_AFTER, Admission, Guard
 from clearhead.run.serve.status import Metrics, add_page
 
@@ -129,23 +132,27 @@ def make_server(
     if cors:  # outermost: a browser asks whether it may before it sends a key
         app.add_middleware(CORSMiddleware, allow_origins=cors, allow_methods=["*"], allow_headers=["*"])
 
+    def told(request: Request, error: Exception, status: int, **headers: str) -> Response:
+        return JSONResponse(error_body(error, status, request.url.path), status, headers)
+
     @app.exception_handler(RequestValidationError)
     async def wrong_body(request: Request, error: RequestValidationError) -> Response:
-        return _error(400, *_in_words(error, request.headers.get("content-type", "")))
+        line, param = _in_words(error, request.headers.get("content-type", ""))
+        return told(request, RequestError(line, None, 400, param), 400)
 
     @app.exception_handler(ClearheadError)
     async def refused(request: Request, error: ClearheadError) -> Response:
         if isinstance(error, BusyError):
-            return JSONResponse(error_body(error, 429), 429, {"Retry-After": RETRY_AFTER})
-        return JSONResponse(error_body(error), getattr(error, "status", 400))
+            return told(request, error, 429, **{"Retry-After": RETRY_AFTER})
+        return told(request, error, getattr(error, "status", 400))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, str(error.detail))
+        return told(request, InputError(str(error.detail)), error.status_code)
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        return JSONResponse(error_body(error), 500)
+        return told(request, error, 500)
 
     def engine_of(name: str | None) -> tuple[str, ServeEngine]:
         found = known[0] if name is None else name
@@ -163,8 +170,8 @@ def make_server(
     def owner_of(request: Request) -> str:
         return "" if share_prefix_cache else str(request.scope.get(OWNER, ""))
 
-    async def generated(body: CompletionBody | ChatBody, request: Request) -> Response:
-        """Admit a request before it is encoded, and answer it; passages come before its prompts."""
+    async def begin(body: CompletionBody | ChatBody, request: Request) -> Choices:
+        """Admit a request before it is encoded, and submit it; passages come before its prompts."""
         name, engine = engine_of(body.model)
         with engine.admit():
             found = None if passages is None else await run_in_threadpool(passages.put, engine, body)
@@ -172,6 +179,10 @@ def make_server(
             choices.cited = {} if found is None else {"passages": found}
             note(engine, choices.prompts)
             await choices.begin(metrics, bool(body.stream))
+        return choices
+
+    async def generated(body: CompletionBody | ChatBody, request: Request) -> Response:
+        choices = await begin(body, request)
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return StreamingResponse(choices.stream(usage), media_type="text/event-stream")
@@ -184,6 +195,15 @@ def make_server(
     @app.post("/v1/chat/completions")
     async def chat(body: protocol.ChatBody, request: Request) -> Response:
         return await generated(body, request)
+
+    async def counted(body: ChatBody) -> tuple[int, int]:
+        engine = engine_of(body.model)[1]
+        turn = await run_in_threadpool(chat_turn, engine.m, body)
+        return len(turn.ids), engine.longest
+
+    chats = Chat(begin, counted, lambda name: chat_template(engine_of(name)[1].m))
+    add_responses(app, chats)
+    add_messages(app, chats)
 
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
         """Let the engine read inputs, as long as the client waits."""
@@ -264,23 +284,22 @@ def make_server(
     def detokenize(body: protocol.DetokenizeBody) -> Any:
         return {"prompt": engine_of(body.model)[1].m.decode(body.tokens)}
 
-    def card(name: str) -> dict[str, Any]:
+    def card(name: str, request: Request) -> dict[str, Any]:
         length = named[name].max_length
-        return {
-            "id": name,
-            "object": "model",
-            "created": begun,
-            "owned_by": "clearhead",
-            "max_model_len": length,
-        }
+        if "anthropic-version" in request.headers:
+            return model_card(name, begun, length)
+        about = {"id": name, "object": "model", "created": begun, "owned_by": "clearhead"}
+        return {**about, "max_model_len": length}
 
     @app.get("/v1/models")
-    async def models() -> Any:
-        return {"object": "list", "data": [card(name) for name in named]}
+    async def models(request: Request) -> Any:
+        ends = {"first_id": known[0], "last_id": known[-1], "has_more": False}
+        more = ends if "anthropic-version" in request.headers else {}
+        return {"object": "list", "data": [card(name, request) for name in named], **more}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Any:
-        return card(engine_of(name)[0])
+    async def model(name: str, request: Request) -> Any:
+        return card(engine_of(name)[0], request)
 
     @app.get("/health")
     async def health() -> Response:
@@ -323,7 +342,5 @@ def _in_words(error: RequestValidationError, content_type: str) -> tuple[str, st
     return "; ".join(dict.fromkeys(lines)), next(iter(fields), None) or None
 
 
-def _error(status: int, line: str, param: str | None = None) -> Response:
-    body = error_body(InputError(line), status)
-    body["error"]["param"] = param
-    return JSONResponse(body, status)
+def _error(status: int, line: str) -> Response:
+    return JSONResponse(error_body(InputError(line), status), status)

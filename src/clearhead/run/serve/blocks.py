@@ -6,7 +6,7 @@ request comes down to: what they share is here.
 
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -17,11 +17,17 @@ from pydantic import Field, ValidationError
 from clearhead.errors import refuse
 from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.run.generate.request import OPTIONS
-from clearhead.run.serve.answers import ChatChoices
-from clearhead.run.serve.protocol import Body, ChatBody
+from clearhead.run.serve.answers import ChatChoices, LogprobReport, Update
+from clearhead.run.serve.protocol import Body, ChatBody, FewFields
 
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 Kind = Literal["content", "reasoning", "call"]
+
+
+class Caller(FewFields):
+    """Who has called a function: the model itself."""
+
+    type: Literal["direct"]
 
 
 @dataclass
@@ -59,25 +65,20 @@ class Blocks:
         self.choices = choices
         self.blocks: list[Block] = []
 
-    def add(self, text: str, ended: bool) -> Iterator[Step]:
-        """Add new text of the answer; yield what happens. An answer has one block at least."""
-        for part in self.choices.parts(0, text, ended):
+    def add(self, update: Update) -> Iterator[Step]:
+        """Add what is new of the answer; yield what happens. An answer has one block at least."""
+        for part in self.choices.parts(0, update.text, update.ended):
             if part.kind == "arguments":
                 yield from self._grow("call", part.text)
             elif part.kind == "call":
-                yield from self._start("call", self.choices.calls_id(0, part.call), part.text)
+                yield from self._start("call", self.choices.call_id(0, part.call), part.text)
             elif part.text:
                 yield from self._grow(part.kind, part.text)
-        if ended:
+        if update.ended:
             if not self.blocks:
                 yield from self._start("content")
             self.blocks[-1].whole = self.choices.finish_reason(0) != "length"
             yield Step("stop", self.blocks[-1])
-
-    def finish(self) -> None:
-        """Add the whole text of an answer that has ended."""
-        for _ in self.add(self.choices.seqs[0].wait(0).text or "", True):
-            pass
 
     def _grow(self, kind: Kind, text: str) -> Iterator[Step]:
         if not self.blocks or self.blocks[-1].kind != kind:
@@ -90,6 +91,43 @@ class Blocks:
             yield Step("stop", self.blocks[-1])
         self.blocks.append(Block(kind, len(self.blocks), id or uuid.uuid4().hex, name))
         yield Step("start", self.blocks[-1])
+
+
+def whole_of(choices: ChatChoices) -> Update:
+    """Return all of an answer that has ended, as one update."""
+    result = choices.seqs[0].wait(0)
+    return Update(0, result.text or "", len(result.ids), True)
+
+
+class TextLogprobs:
+    """The log-probabilities of an answer's tokens, as those of the texts that it is divided into.
+
+    What stands between these texts, as markers of calls do, belongs to none of them.
+    """
+
+    def __init__(self, choices: ChatChoices) -> None:
+        self.report = LogprobReport(choices.engine.m, choices.seqs[0], True, None)
+        self.text, self.at = "", 0  # the answer so far, and how much of it was told
+        self.waiting: list[tuple[int, dict[str, Any]]] = []  # tokens that were not told, by where they begin
+        self.next = 0  # where the next token begins
+
+    def read(self, update: Update) -> None:
+        """Read what is new of the answer."""
+        self.text += update.text
+        found = self.report.next(update.count, len(self.text), update.ended)
+        for entry in [] if found is None else found["content"]:
+            self.waiting.append((self.next, entry))
+            self.next += len(entry["token"])
+
+    def of(self, text: str) -> list[dict[str, Any]]:
+        """Return the tokens of the next text."""
+        begin = self.text.find(text, self.at)
+        if begin < 0:  # it was not written so
+            return []
+        self.at = begin + len(text)
+        before = [entry for entry in self.waiting if entry[0] < self.at]
+        self.waiting = self.waiting[len(before) :]
+        return [entry for start, entry in before if start >= begin or start + len(entry["token"]) > begin]
 
 
 @dataclass(frozen=True)
@@ -132,6 +170,11 @@ def function_of(name: str, description: str | None, parameters: Mapping[str, Any
         "type": "function",
         "function": {name: value for name, value in given.items() if value is not None},
     }
+
+
+def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
+    """Return texts as the content of a chat's message: one text, or several parts."""
+    return [{"type": "text", "text": text} for text in texts] if len(texts) > 1 else "".join(texts)
 
 
 def call_of(id: str, name: str, arguments: str) -> dict[str, Any]:

@@ -1,13 +1,14 @@
 """`/v1/messages`, Anthropic's Messages API: a chat whose answer is told as content blocks and events."""
 
 from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from clearhead.run.serve.answers import MESSAGES, ChatChoices, error_body
-from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, event, new_id
+from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, event, new_id, whole_of
 from clearhead.run.serve.messages_body import CountBody, MessagesBody
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -29,7 +30,8 @@ class Answer:
     async def whole(self, request: Request) -> dict[str, Any]:
         """Wait for the answer, as long as the client does; return the message."""
         await self.choices.finish(request)
-        self.blocks.finish()
+        for _ in self.blocks.add(whole_of(self.choices)):
+            pass
         content = [self._block(block, block.text) for block in self.blocks.blocks]
         return self._message(content) | self._ended() | {"usage": self._usage()}
 
@@ -39,7 +41,7 @@ class Answer:
             yield event("message_start", message=self._message([]) | {"usage": self._usage()})
             yield event("ping")
             async for update in self.choices.follow():
-                for step in self.blocks.add(update.text, update.ended):
+                for step in self.blocks.add(update):
                     for told in self._told(step):
                         yield told
             yield event("message_delta", delta=self._ended(), usage=self._usage())
@@ -78,6 +80,7 @@ class Answer:
             "content": content,
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
             **self.choices.cited,
         }
 
@@ -102,6 +105,19 @@ class Answer:
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }
+
+
+def model_card(name: str, created: int, length: int) -> dict[str, Any]:
+    """Return a model as Anthropic's clients read it."""
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": length,
+        "max_tokens": length,
+    }
 
 
 def add_messages(app: FastAPI, chat: Chat) -> None:

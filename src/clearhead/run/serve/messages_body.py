@@ -8,7 +8,7 @@ from pydantic import Field
 
 from clearhead.errors import refuse
 from clearhead.hub.tokens.chat import REASONING, ChatTemplate
-from clearhead.run.serve.blocks import Name, call_of, chat_body, function_of
+from clearhead.run.serve.blocks import Caller, Name, call_of, chat_body, content_of, function_of
 from clearhead.run.serve.protocol import (
     Body,
     ChatBody,
@@ -40,12 +40,6 @@ class ThinkingBlock(FewFields):
     type: Literal["thinking"]
     thinking: Text
     signature: str | None = None
-
-
-class Caller(FewFields):
-    """Who has called a tool."""
-
-    type: Literal["direct"]
 
 
 class ToolUseBlock(FewFields):
@@ -110,11 +104,10 @@ Message = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discri
 
 
 def _content(given: Any) -> str | list[dict[str, Any]]:
-    """Return texts as the content of a chat's message: one text, or its parts."""
+    """Return a text, or text blocks, as the content of a chat's message."""
     if given is None or isinstance(given, str):
         return given or ""
-    parts = [{"type": "text", "text": block.text} for block in given if isinstance(block, TextBlock)]
-    return parts if len(parts) > 1 else "".join(part["text"] for part in parts)
+    return content_of([block.text for block in given if isinstance(block, TextBlock)])
 
 
 def messages_of(given: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:

@@ -14,10 +14,11 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from clearhead.errors import InputError, RequestError, refuse
 from clearhead.hub.tokens.chat import LEADING
-from clearhead.run.serve.answers import ChatChoices, error_body
-from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, event, new_id
+from clearhead.run.serve.answers import ChatChoices, Update, error_body
+from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, TextLogprobs, event, new_id, whole_of
+from clearhead.run.serve.items import PREFIXES, plain_items
 from clearhead.run.serve.protocol import ChatBody
-from clearhead.run.serve.responses_body import PREFIXES, InputBody, ResponsesBody, plain_items
+from clearhead.run.serve.responses_body import InputBody, ResponsesBody
 from clearhead.run.serve.server import OWNER
 
 MOST_KEPT = 1000  # responses of one key; the one that was asked for longest ago goes first
@@ -74,10 +75,12 @@ class Memory:
 
     def keep(self, owner: str, kept: Kept) -> None:
         """Keep a response, and as many of those before it as there is room for."""
+        if kept.size > MOST_BYTES:
+            return
         own = self._of[owner]
         own[kept.response["id"]] = kept
         size = sum(one.size for one in own.values())
-        while own and (len(own) > MOST_KEPT or size > MOST_BYTES):
+        while len(own) > MOST_KEPT or size > MOST_BYTES:
             size -= own.popitem(last=False)[1].size
 
     def drop(self, owner: str, id: str) -> None:
@@ -92,14 +95,17 @@ class Memory:
 class Answer:
     """A response as it grows: its items, and the events that tell of them."""
 
-    def __init__(self, body: ResponsesBody, choices: ChatChoices, items: Items) -> None:
-        self.body, self.choices, self.items = body, choices, items
+    def __init__(self, body: ResponsesBody, choices: ChatChoices) -> None:
+        self.body, self.choices = body, choices
         self.id, self.blocks, self.events = new_id("resp"), Blocks(choices), 0
+        self.report = None if body.best is None else TextLogprobs(choices)
+        self.logprobs: dict[int, Items] = {}  # of the tokens of each block
 
     async def whole(self, request: Request) -> dict[str, Any]:
         """Wait for the answer, as long as the client does; return the response."""
         await self.choices.finish(request)
-        self.blocks.finish()
+        for _ in self._steps(whole_of(self.choices)):
+            pass
         return self._ended()
 
     async def stream(self, keep: Callable[[dict[str, Any]], None]) -> AsyncIterator[str]:
@@ -108,8 +114,8 @@ class Answer:
             for kind in ("created", "in_progress"):
                 yield self._event(f"response.{kind}", response=self._response("in_progress"))
             async for update in self.choices.follow():
-                for step in self.blocks.add(update.text, update.ended):
-                    for told in self._told(step):
+                for step, logprobs in self._steps(update):
+                    for told in self._told(step, logprobs):
                         yield told
             response = self._ended()
             keep(response)
@@ -121,33 +127,48 @@ class Answer:
         finally:
             self.choices.cancel()
 
-    def _told(self, step: Step) -> Iterator[str]:
-        """Yield the events of what happens to a block."""
-        block, name = step.block, NAMES[step.block.kind]
-        item = _item(block, "in_progress" if step.what != "stop" else None)
-        place = {"item_id": item["id"], "output_index": block.number}
-        added = {"output_index": block.number, "item": item}
-        inner = place if block.kind == "call" else place | {"content_index": 0}
-        logprobs = {"logprobs": []} if block.kind == "content" else {}
+    def _steps(self, update: Update) -> Iterator[tuple[Step, Items]]:
+        """Yield what happens to blocks, with the log-probabilities of new tokens."""
+        if self.report is not None:
+            self.report.read(update)
+        for step in self.blocks.add(update):
+            text = step.block.name if step.what == "start" else step.text
+            told = [] if self.report is None else self.report.of(text)
+            if step.block.kind != "content":
+                told = []
+            self.logprobs.setdefault(step.block.number, []).extend(told)
+            if step.what == "stop" and told:  # they were known only now
+                yield Step("delta", step.block), told
+            yield step, told
+
+    def _told(self, step: Step, new: Items) -> Iterator[str]:
+        """Yield the events of what happens to a block; `new`: the log-probabilities of new tokens."""
+        block, name, is_call = step.block, NAMES[step.block.kind], step.block.kind == "call"
+        item = self._item(block, "in_progress" if step.what != "stop" else None)
+        place = {"item_id": item["id"], "output_index": block.number} | (
+            {} if is_call else {"content_index": 0}
+        )
+        logprobs = {"logprobs": new} if block.kind == "content" else {}
         if step.what == "start":
-            yield self._event("response.output_item.added", **added)
-            if block.kind != "call":
-                yield self._event("response.content_part.added", **inner, part=_part(block))
+            yield self._event("response.output_item.added", output_index=block.number, item=item)
+            if not is_call:
+                yield self._event("response.content_part.added", **place, part=self._part(block))
         elif step.what == "delta":
-            yield self._event(f"response.{name}.delta", **inner, delta=step.text, **logprobs)
+            yield self._event(f"response.{name}.delta", **place, delta=step.text, **logprobs)
         else:
-            text = {"arguments" if block.kind == "call" else "text": block.text}
-            yield self._event(f"response.{name}.done", **inner, **text, **logprobs)
-            if block.kind != "call":
-                yield self._event("response.content_part.done", **inner, part=_part(block))
-            yield self._event("response.output_item.done", **added)
+            text = {"arguments" if is_call else "text": block.text}
+            logprobs = {"logprobs": self.logprobs[block.number]} if logprobs else {}
+            yield self._event(f"response.{name}.done", **place, **text, **logprobs)
+            if not is_call:
+                yield self._event("response.content_part.done", **place, part=self._part(block))
+            yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def _event(self, kind: str, **fields: Any) -> str:
         self.events += 1
         return event(kind, sequence_number=self.events - 1, **fields)
 
     def _output(self) -> Items:
-        return [_item(block) for block in self.blocks.blocks]
+        return [self._item(block) for block in self.blocks.blocks]
 
     def _ended(self) -> dict[str, Any]:
         cut = self.choices.finish_reason(0) == "length"
@@ -208,27 +229,22 @@ class Answer:
             "total_tokens": usage["total_tokens"],
         }
 
+    def _part(self, block: Block) -> dict[str, Any]:
+        """Return the content of an item."""
+        if block.kind == "reasoning":
+            return {"type": "reasoning_text", "text": block.text}
+        logprobs = self.logprobs.get(block.number, [])
+        return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": logprobs}
 
-def _part(block: Block) -> dict[str, Any]:
-    """Return the content of an item."""
-    if block.kind == "reasoning":
-        return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
-
-
-def _item(block: Block, status: str | None = None) -> dict[str, Any]:
-    """Return a block as an item of the output; one in progress has no content yet."""
-    kind = KINDS[block.kind]
-    ended = "completed" if block.whole else "incomplete"
-    item = {"id": f"{PREFIXES[kind]}_{block.id}", "type": kind, "status": status or ended}
-    if block.kind == "call":
-        return {**item, "call_id": block.id, "name": block.name, "arguments": block.text}
-    content = [] if status else [_part(block)]
-    return {
-        **item,
-        **({"summary": []} if block.kind == "reasoning" else {"role": "assistant"}),
-        "content": content,
-    }
+    def _item(self, block: Block, status: str | None = None) -> dict[str, Any]:
+        """Return a block as an item of the output; one in progress has no content yet."""
+        kind = KINDS[block.kind]
+        ended = "completed" if block.whole else "incomplete"
+        item = {"id": f"{PREFIXES[kind]}_{block.id}", "type": kind, "status": status or ended}
+        if block.kind == "call":
+            return {**item, "call_id": block.id, "name": block.name, "arguments": block.text}
+        own: dict[str, Any] = {"summary": []} if block.kind == "reasoning" else {"role": "assistant"}
+        return {**item, **own, "content": [] if status else [self._part(block)]}
 
 
 # Routes -----------------------------------------------------------------------------------------------------
@@ -273,10 +289,9 @@ def add_responses(app: FastAPI, chat: Chat) -> None:
     async def create(body: ResponsesBody, request: Request) -> Response:
         owner, size = _owner(request), len(await request.body())
         items = conversation(body, owner)
-        choices = await chat.begin(await fitted(body, items), request)
-        answer = Answer(body, choices, items)
         if body.previous_response_id is not None:
             size += memory.find(owner, body.previous_response_id, "previous_response_id").size
+        answer = Answer(body, await chat.begin(await fitted(body, items), request))
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:

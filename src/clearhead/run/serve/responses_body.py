@@ -1,13 +1,14 @@
-"""What `/v1/responses` takes: OpenAI's Responses API as bodies and items, and the chat they come to."""
+"""What `/v1/responses` takes: a body of OpenAI's Responses API, and the chat that it comes to."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from clearhead.errors import refuse
-from clearhead.hub.tokens.chat import REASONING, ChatTemplate
-from clearhead.run.serve.blocks import Name, call_of, chat_body, function_of, new_id, thinking
+from clearhead.hub.tokens.chat import ChatTemplate
+from clearhead.run.serve.blocks import Name, chat_body, function_of, thinking
+from clearhead.run.serve.items import Items, messages_of
 from clearhead.run.serve.protocol import (
     MOST_BEST,
     Body,
@@ -19,174 +20,6 @@ from clearhead.run.serve.protocol import (
     Text,
     with_options,
 )
-
-MOST_ITEMS = 10_000  # of one request
-Status = Literal["in_progress", "completed", "incomplete"]
-
-
-# Items ------------------------------------------------------------------------------------------------------
-
-
-class TextPart(FewFields):
-    """A text in a message, in the result of a call, or in reasoning."""
-
-    type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
-    text: Text
-    annotations: list[Any] | None = None
-    logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: Fields | None = None
-
-
-class RefusalPart(FewFields):
-    """What a model has answered instead."""
-
-    type: Literal["refusal"]
-    refusal: Text
-
-
-Parts = Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], Field(fail_fast=True)]
-
-
-class MessageItem(FewFields):
-    """A message, of either side."""
-
-    type: Literal["message"] = "message"
-    role: Literal["user", "assistant", "system", "developer"]
-    content: Text | Parts
-    id: Name | None = None
-    status: Status | None = None
-    phase: Literal["commentary", "final_answer"] | None = None
-
-
-class Caller(FewFields):
-    """Who has called a function."""
-
-    type: Literal["direct"]
-
-
-class CallItem(FewFields):
-    """A call of a function."""
-
-    type: Literal["function_call"]
-    call_id: Name
-    name: Name
-    arguments: Text
-    id: Name | None = None
-    status: Status | None = None
-    caller: Caller | None = None
-    namespace: None = None
-    async_: Annotated[Literal[False] | None, Field(alias="async")] = None
-
-
-class ResultItem(FewFields):
-    """What a function has returned."""
-
-    type: Literal["function_call_output"]
-    call_id: Name
-    output: Text | Parts
-    id: Name | None = None
-    status: Status | None = None
-    name: Name | None = None
-    caller: Caller | None = None
-    namespace: None = None
-
-
-class ReasoningItem(FewFields):
-    """What a model thought before it answered."""
-
-    type: Literal["reasoning"]
-    id: Name | None = None
-    summary: Parts | None = None
-    content: Parts | None = None
-    encrypted_content: None = None
-    status: Status | None = None
-
-
-class ReferenceItem(FewFields):
-    """An item of a response that is kept."""
-
-    type: Literal["item_reference"]
-    id: Name
-
-
-def _typed(given: Any) -> Any:
-    """Name the type of an item that a client may send without."""
-    if not isinstance(given, dict) or given.get("type") is not None:
-        return given
-    return {**given, "type": "message" if "role" in given else "item_reference"}
-
-
-Item = Annotated[
-    MessageItem | CallItem | ResultItem | ReasoningItem | ReferenceItem, Field(discriminator="type")
-]
-Items = Annotated[
-    list[Annotated[Item, BeforeValidator(_typed)]], Field(max_length=MOST_ITEMS, fail_fast=True)
-]
-PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-
-
-def plain_items(given: "str | list[Item]") -> list[dict[str, Any]]:
-    """Return the input as items that are whole: each with an id, the content of a message as parts."""
-    stated = [MessageItem(role="user", content=given)] if isinstance(given, str) else given
-    items = []
-    for item in stated:
-        plain = item.model_dump(by_alias=True, exclude_none=True)
-        if isinstance(item, MessageItem) and isinstance(item.content, str):
-            kind = "output_text" if item.role == "assistant" else "input_text"
-            plain["content"] = [{"type": kind, "text": item.content}]
-        if not isinstance(item, ReferenceItem):
-            plain = {"id": new_id(PREFIXES[item.type]), "status": "completed", **plain}
-        items.append(plain)
-    return items
-
-
-def _text_of(content: str | list[dict[str, Any]] | None) -> str:
-    parts = [{"text": content}] if isinstance(content, str) else content or []
-    return "".join(part.get("text", part.get("refusal", "")) for part in parts)
-
-
-def messages_of(items: Sequence[dict[str, Any]], template: ChatTemplate) -> list[dict[str, Any]]:
-    """Return items as messages of a chat.
-
-    What the assistant thought, said and called in a row is one message. Reasoning is left out where the
-    template does not read it.
-    """
-    messages: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of functions, by the call
-    for item in items:
-        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
-        kind = item["type"]
-        if kind == "function_call_output":
-            refuse(
-                item["call_id"] not in names,
-                f'input has a result of the call "{item["call_id"]:.100}" and no such call: send it before',
-            )
-            name = names[item["call_id"]]
-            result = {"tool_call_id": item["call_id"], "name": name, "content": _text_of(item["output"])}
-            messages.append({"role": "tool", **result})
-        elif kind == "message":
-            content = _text_of(item["content"])
-            if item["role"] == "assistant" and last is not None and last["content"] is None:
-                last["content"] = content
-            else:
-                messages.append({"role": item["role"], "content": content})
-        elif kind == "reasoning":
-            text = _text_of(item.get("content") or item.get("summary"))
-            if text and template.reads(*REASONING):
-                messages.append({"role": "assistant", "content": None, "reasoning_content": text})
-        else:
-            if last is None:
-                messages.append(last := {"role": "assistant", "content": None})
-            call = call_of(item["call_id"], item["name"], item["arguments"])
-            last.setdefault("tool_calls", []).append(call)
-            names[item["call_id"]] = item["name"]
-    for message in messages:
-        if message["content"] is None and "tool_calls" not in message:
-            message["content"] = ""
-    return messages
-
-
-# Requests ---------------------------------------------------------------------------------------------------
 
 
 class FunctionTool(FewFields):
@@ -303,7 +136,7 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: Fields | None = None
 
-    def chat(self, items: Sequence[dict[str, Any]], template: ChatTemplate, **more: Any) -> ChatBody:
+    def chat(self, items: Sequence[dict[str, Any]], template: ChatTemplate) -> ChatBody:
         """Return the chat that this request comes down to, with the items of the whole conversation."""
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages = first + messages_of(items, template)
@@ -317,8 +150,12 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._format(),
-            **more,
+            **self._stated(),
         )
+
+    def _stated(self) -> dict[str, Any]:
+        """Return further fields of the chat."""
+        return {}
 
     def _template_kwargs(self, template: ChatTemplate) -> dict[str, Any]:
         """Return what the template takes besides, with the effort as it knows it."""
@@ -379,3 +216,7 @@ class ResponsesBody(InputBody):
     def best(self) -> int | None:
         """How many of the best tokens to report; None: report nothing."""
         return self.top_logprobs or (0 if LOGPROBS in (self.include or ()) else None)
+
+    def _stated(self) -> dict[str, Any]:
+        report = {} if self.best is None else {"logprobs": True, "top_logprobs": self.best}
+        return {"max_completion_tokens": self.max_output_tokens, **report}
