@@ -394,7 +394,7 @@ def test_tools_are_called_and_their_results_are_read(client, address):
 def test_more_than_the_context_holds_ends_with_it(client, talker):
     full = [{"role": "user", "content": "x" * 1990}]
     with_bans = {"extra_body": {"temperature": 0, "min_tokens": 100}}  # it does not end by itself
-    made = client.messages.create(model="talker", max_tokens=32_000, messages=full, **with_bans)
+    made = client.messages.create(model="talker", max_tokens=8000, messages=full, **with_bans)
     assert made.stop_reason == "model_context_window_exceeded"
     read = made.usage.input_tokens + made.usage.cache_read_input_tokens
     assert read + made.usage.output_tokens == talker.max_length

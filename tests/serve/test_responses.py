@@ -94,7 +94,7 @@ WITHIN = [
     ("response_create_params.PromptCacheOptions", "CacheOptions", {}),
     ("response_create_params.StreamOptions", "EventOptions", {}),
     ("tool_choice_allowed_param.ToolChoiceAllowedParam", "AllowedTools", ALLOWED),
-    ("tool_choice_function_param.ToolChoiceFunctionParam", "NamedFunction", NAMED),
+    ("tool_choice_function_param.ToolChoiceFunctionParam", "FunctionChoice", NAMED),
 ]
 
 

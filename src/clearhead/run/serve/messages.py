@@ -125,8 +125,8 @@ def add_messages(app: FastAPI, chat: Chat) -> None:
 
     @app.post("/v1/messages")
     async def create(body: MessagesBody, request: Request) -> Response:
-        more = {"max_completion_tokens": body.max_tokens, "stop": body.stop_sequences or None}
-        choices = await chat.begin(body.chat(chat.template(body.model), **more), request)
+        stop = body.stop_sequences or None
+        choices = await chat.begin(body.chat(chat.template(body.model), stop=stop), request)
         answer = Answer(body, choices)
         if body.stream:
             return StreamingResponse(answer.stream(), media_type="text/event-stream")

@@ -36,7 +36,7 @@ class FunctionTool(FewFields):
     async_: Annotated[Literal[False] | None, Field(alias="async")] = None
 
 
-class NamedFunction(FewFields):
+class FunctionChoice(FewFields):
     """A function by its name."""
 
     type: Literal["function"]
@@ -48,7 +48,7 @@ class AllowedTools(FewFields):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedFunction], Field(min_length=1, max_length=1000)]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=1000)]
 
 
 class TextFormat(FewFields):
@@ -127,7 +127,7 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
     tools: Annotated[list[FunctionTool], Field(max_length=1000, fail_fast=True)] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
-        | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
+        | Annotated[FunctionChoice | AllowedTools, Field(discriminator="type")]
         | None
     ) = None
     parallel_tool_calls: bool | None = None
@@ -171,7 +171,7 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
             refuse(unknown, f"tool_choice allows {unknown}, and tools has {', '.join(known) or 'none'}")
             tools, choice = [one for one in tools if one.name in allowed], choice.mode
         named: Any = choice
-        if isinstance(choice, NamedFunction):
+        if isinstance(choice, FunctionChoice):
             named = {"type": "function", "function": {"name": choice.name}}
         return [function_of(one.name, one.description, one.parameters) for one in tools], named
 
