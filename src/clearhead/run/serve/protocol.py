@@ -7,12 +7,16 @@ import json
 import math
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from clearhead.errors import hints_of, refuse, refusing
+from clearhead.errors import InputError, RequestError, hints_of, refuse, refusing
+from clearhead.hub.tokens.tools import AUTO, MOST_TOOLS, NONE, tools_of
+from clearhead.learn.tasks.generation import ToolChoice
 from clearhead.run.generate.request import CONSTRAINTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
@@ -45,7 +49,7 @@ class FewFields(BaseModel):
 
 
 # Fields of OpenAI's API that change nothing in an answer: any value is taken.
-UNUSED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+UNUSED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 # Fields that are not served, with the values (and null) that ask for nothing: these are taken.
 NO_OPS: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -55,6 +59,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
     "store": (False,),
@@ -153,7 +158,9 @@ class GenerationBody(_with_options(Body)):  # type: ignore[misc]
 
     def constraint(self) -> dict[str, str]:
         """Return what the answer is held to, as an option of `generate`."""
-        stated: list[tuple[str, Any]] = [(name, getattr(self, name)) for name in CONSTRAINTS]
+        stated: list[tuple[str, Any]] = [
+            (name, getattr(self, name)) for name in CONSTRAINTS if OPTIONS[name].http
+        ]
         openai, vllm = self.response_format, self.structured_outputs
         if openai is not None:
             schema = None if openai.json_schema is None else openai.json_schema.given
@@ -221,6 +228,28 @@ class CompletionBody(GenerationBody):
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
+class NamedFunction(FewFields):
+    """The name of a function to call."""
+
+    name: str
+
+
+class NamedTool(FewFields):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Name a field of the request in what is refused."""
+    try:
+        yield
+    except InputError as error:
+        raise RequestError(str(error), param=field) from None
+
+
 class ChatBody(GenerationBody):
     """`/v1/chat/completions`."""
 
@@ -229,6 +258,22 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
     chat_template_kwargs: Fields | None = None
+    tools: Annotated[list[Fields], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=40)] | None = None  # where the chat template takes it
+
+    def choice_of_tools(self) -> ToolChoice:
+        """Return the tools that may be called, and whether one must be."""
+        with naming("tools"):
+            return self._choice_of_tools()
+
+    def _choice_of_tools(self) -> ToolChoice:
+        choice = self.tool_choice or AUTO
+        name = choice if isinstance(choice, str) else choice.function.name
+        tools = tools_of(self.tools or [])
+        refuse(name not in (AUTO, NONE) and not tools, f'tool_choice "{name}" without tools: give some')
+        return ToolChoice(tools, name, self.parallel_tool_calls is not False)
 
     def checked_messages(self) -> list[dict[str, Any]]:
         """Return the messages; refuse a role that no chat has."""
