@@ -28,6 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from clearhead.errors import InputError, refuse, refusing
+from clearhead.hub.tokens.tools import ToolFormat, call_objects, with_objects, with_text, without_tools
 
 # The sandbox ------------------------------------------------------------------------------------------------
 
@@ -311,6 +312,7 @@ class ChatTemplate:
 
         `tools` and further keywords are the template's own. What it would not read is refused by name.
         """
+        messages, tools = self._fitted(messages, tools)
         source = self._source(tools)
         for name in more:
             refuse(
@@ -318,7 +320,7 @@ class ChatTemplate:
                 or not _reads(source, name),
                 f'chat_template_kwargs has "{name}", which the chat template does not take: leave it out',
             )
-        return self._rendered(_checked(messages, source), generation, tools, **more)
+        return self._rendered(self._checked(messages, source), generation, tools, **more)
 
     def learned(self, messages: Sequence[Message], tools: Any = None) -> list[tuple[str, Spans]]:
         """Return the texts that a conversation is learned from, with the spans that the assistant wrote.
@@ -328,7 +330,8 @@ class ChatTemplate:
         span begins where the generation prompt ends and goes to the end of the turn. Templates may mark
         spans themselves by `{% generation %}`. An answer with nothing before it, or of weight 0, has none.
         """
-        checked = _checked(messages, self._source(tools))
+        messages, tools = self._fitted(messages, tools)
+        checked = self._checked(messages, self._source(tools))
         wanted = [place for place in answers(checked) if checked[place].get("weight") != 0]
         if self.marks:
             return [self._marked(checked, tools)] if wanted else []
@@ -354,9 +357,65 @@ class ChatTemplate:
             return [(whole, [span for _, span in texts.values()])] if texts else []
         return [(text, [span]) for text, span in texts.values()]
 
+    @functools.cached_property
+    def answer_format(self) -> ToolFormat:
+        """How answers without tools are written: what the model thinks, and what it says."""
+        return ToolFormat.of(self.source)
+
+    @functools.cached_property
+    def tool_format(self) -> ToolFormat:
+        """How answers with tool calls are written."""
+        plain = ToolFormat.of(self._source(True))
+        return plain if plain.harmony or not self._reads_tools else plain.probed(self.render)
+
     def reads(self, *names: str) -> bool:
-        """Return whether the template reads one of these fields or keywords."""
-        return any(_reads(source, name) for source in (self.source, self.tool_source or "") for name in names)
+        """Return whether the template takes a variable, or reads a field, of one of these names."""
+        return any(_reads(self.source, name) for name in names)
+
+    @property
+    def _reads_tools(self) -> bool:
+        source = self._source(True)
+        return _reads(source, "tools") and _reads(source, "tool_calls")
+
+    def _fitted(self, messages: Sequence[Message], tools: Any) -> tuple[Sequence[Message], Any]:
+        """Return messages and tools for the template; as text alone, if it does not know of tools."""
+        called = any(
+            isinstance(message, Mapping) and (message.get("tool_calls") or message.get("role") == "tool")
+            for message in messages
+        )
+        if self._reads_tools or not (tools or called) or (called and _reads(self.source, "tool_calls")):
+            return messages, tools
+        return without_tools(with_objects(messages), tools or (), self._takes_system), None
+
+    @functools.cached_property
+    def _takes_system(self) -> bool:
+        """Whether the template writes a system message."""
+        probe = [{"role": "system", "content": "xyzzy"}, {"role": "user", "content": "hi"}]
+        with suppress(InputError):
+            return "xyzzy" in self._rendered(probe, True, None)
+        return False
+
+    @functools.cached_property
+    def _arguments_as_text(self) -> bool:
+        """Whether the template takes the arguments of a call as JSON text, as DeepSeek's do."""
+        asked = [{"role": "user", "content": "hi"}]
+        for as_text in (False, True):
+            arguments = '{"a": 1}' if as_text else {"a": 1}
+            function = {"name": "f", "arguments": arguments}
+            call = {"id": "abcdefgh1", "type": "function", "function": function}
+            with suppress(InputError):
+                self._rendered(
+                    [*asked, {"role": ASSISTANT, "content": "", "tool_calls": [call]}], False, None
+                )
+                return as_text
+        return False
+
+    def _checked(self, messages: Sequence[Message], source: str) -> list[dict[str, Any]]:
+        """Return messages of text alone; refuse what the template would pass over."""
+        checked = [_plain(number, message, source) for number, message in enumerate(messages)]
+        if any(message.get("tool_calls") for message in checked) and self._arguments_as_text:
+            return [with_text(message) for message in checked]
+        return checked
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -422,11 +481,6 @@ def _reads(source: str, name: str) -> bool:
     return re.search(rf"\b{re.escape(name)}\b", source) is not None
 
 
-def _checked(messages: Sequence[Message], source: str) -> list[dict[str, Any]]:
-    """Return messages of text alone; refuse what the template would pass over."""
-    return [_plain(number, message, source) for number, message in enumerate(messages)]
-
-
 def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
     place = f"messages.{number}"
     if not isinstance(message, Mapping):
@@ -461,32 +515,9 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
     named = {} if reasons is None else {"thinking": reasons, **message, "reasoning_content": reasons}
     plain = {**(named or message)}
     if message.get("tool_calls"):
-        plain["tool_calls"] = _calls(message["tool_calls"], place)
+        plain["tool_calls"] = call_objects(message["tool_calls"], place)
     same = "content" not in message or content is message["content"]
     return plain if same else {**plain, "content": content}
-
-
-def _calls(calls: Any, place: str) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as objects, which templates expect: OpenAI's form has JSON text."""
-    refuse(
-        not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls),
-        f"{place}.tool_calls must be a list of objects, each with a function, its name and its arguments",
-    )
-    return [
-        {**call, "function": _parsed(call["function"])}
-        if isinstance(call.get("function"), Mapping)
-        else _parsed(call)
-        for call in calls
-    ]
-
-
-def _parsed(function: Message) -> dict[str, Any]:
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):
-            parsed = json.loads(arguments)
-            arguments = parsed if isinstance(parsed, dict) else arguments
-    return {**function, "arguments": arguments} if "arguments" in function else {**function}
 
 
 # The sandbox ------------------------------------------------------------------------------------------------

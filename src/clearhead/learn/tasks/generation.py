@@ -4,6 +4,7 @@ Shapes: B rows, S source length, T length, V vocabulary.
 """
 
 import dataclasses
+import json
 import threading
 import time
 import warnings
@@ -22,8 +23,10 @@ from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.files import reading
 from clearhead.hub.sentencepiece import token_text
 from clearhead.hub.tokenizer import TEMPLATE, templates_of
+from clearhead.hub.tokens.answers import AnswerParser, Part, ReadAnswer
 from clearhead.hub.tokens.chat import ASSISTANT, KNOWN, ChatTemplate, Message
 from clearhead.hub.tokens.text import clean
+from clearhead.hub.tokens.tools import AUTO, CALL, NONE, RETURN, Tool, ToolFormat, tools_of
 from clearhead.hub.tokens.training import SpecialTokens
 from clearhead.hub.vocabularies import ROLES
 from clearhead.learn.batches.ragged import padded, real_tokens
@@ -152,7 +155,7 @@ def _search(
     m: Bundle, runner: Transformer, request: Request, prompts: Prompts, ends: Ends
 ) -> list[list[Generation]]:
     def generation(number: int, best: beam.Hypothesis) -> Generation:
-        text = _text_of(stream_of(m, prompts, number), best.ids)
+        text = _text_of(stream_of(m, request, prompts, number), best.ids)
         return Generation(text, best.ids, best.stop_reason, score=best.score)
 
     rows = beam.beam_search(runner, request, prompts, ends)
@@ -178,7 +181,7 @@ def _continue(
         ends = dataclasses.replace(
             ends,
             on_token=lambda number, row: tell(number, row.new),
-            stream=partial(stream_of, m, prompts, stop=request.stop),
+            stream=partial(stream_of, m, request, prompts),
         )
     prefix = m.engine.take_prefix(runner) if request.reuse else None
     slots = prompts.longest + request.max_new_tokens
@@ -197,7 +200,7 @@ def _continue(
             tell(row.number, row.stream.finish())
             text: str | None = row.stream.text
         else:
-            text = _text_of(stream_of(m, prompts, row.number), row.ids)
+            text = _text_of(stream_of(m, request, prompts, row.number), row.ids)
         generations.append(generation_of(row, request, text))
     return generations
 
@@ -223,10 +226,12 @@ def generation_of(row: sequence.Sequence, request: Request, text: str | None) ->
     )
 
 
-def stream_of(m: Bundle, prompts: Prompts, number: int, stop: Sequence[str] = ()) -> TextStream | None:
+def stream_of(m: Bundle, request: Request, prompts: Prompts, number: int) -> TextStream | None:
     """Return the text of one row as it grows; None without a tokenizer."""
+    if m.tokenizer is None:
+        return None
     before = prompts.ids[number] if prompts.source is None else ()
-    return None if m.tokenizer is None else TextStream(m.tokenizer, before, stop)
+    return TextStream(m.tokenizer, before, request.stop, request.skip_special_tokens)
 
 
 def prompts_of(m: Bundle, texts: list[list[int]]) -> Prompts:
@@ -406,7 +411,11 @@ def chat_ids(m: Bundle, messages: Sequence[Message], more: Mapping[str, Any]) ->
 
     The template writes every special token, so the tokenizer adds none.
     """
-    text = clean(chat_template(m).render(messages, **more))
+    return ids_of_chat(m, clean(chat_template(m).render(messages, **more)))
+
+
+def ids_of_chat(m: Bundle, text: str) -> list[int]:
+    """Return the token ids of a conversation as its template writes it."""
     ids = list(m.text_tokenizer.encode(text, add_special_tokens=False).ids)
     refuse(not ids, "the chat template writes nothing for these messages")
     return ids
@@ -421,21 +430,79 @@ def turn_end(m: Bundle) -> int | None:
     return next((token for token in tokens if token in added and added[token].special), None)
 
 
-def turn_of(
-    m: Bundle, messages: Sequence[Message], more: Mapping[str, Any], options: Mapping[str, Any]
-) -> tuple[list[int], dict[str, Any]]:
-    """Return the ids of a conversation, and the options of `generate` with which its answer ends as a turn.
+@dataclass(frozen=True)
+class ToolChoice:
+    """The tools that an answer may call, and whether it must."""
 
-    A template that refuses to be probed for the end of a turn leaves it to the model's own tokens.
+    tools: Sequence[Tool] = ()
+    choice: str = AUTO  # or required, none, or the name of a tool
+    parallel: bool = True  # several calls in one answer, where the model's format has them
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What the chat template is given."""
+        return {"tools": [tool.entry for tool in self.tools]} if self.tools and self.choice != NONE else {}
+
+
+NO_TOOLS = ToolChoice()
+
+
+@dataclass(frozen=True)
+class ChatTurn:
+    """An answer to come: its prompt, the options with which it ends as a turn, and how it is read."""
+
+    ids: list[int]
+    options: dict[str, Any]
+    form: ToolFormat
+    calls: bool = False  # the answer may have calls
+    thinks: bool = False  # the prompt ends within its reasoning
+    special: tuple[str, ...] = ()  # special tokens that are part of its text
+
+    def parser(self) -> AnswerParser | None:
+        """Return what divides the answer into its parts; None where all of it is content."""
+        plain = not self.calls and self.form.thinking is None and not self.form.harmony
+        return None if plain else AnswerParser(self.form, self.calls, self.thinks, self.special)
+
+
+def turn_of(
+    m: Bundle,
+    messages: Sequence[Message],
+    more: Mapping[str, Any],
+    options: Mapping[str, Any],
+    tools: ToolChoice = NO_TOOLS,
+) -> ChatTurn:
+    """Return the answer to come in a conversation.
+
+    A template that refuses to be probed for the end of a turn leaves it to the model's own tokens. An answer
+    that may call tools is held to their schemas, and, in `options`, to a JSON schema where it calls none.
     """
-    ids = chat_ids(m, messages, more)
+    template, options = chat_template(m), dict(options)
+    text = clean(template.render(messages, **{**tools.shown, **more}))
     try:
         end = turn_end(m)
     except InputError:
         end = None
-    if end is None or end in m.stops:
-        return ids, dict(options)
-    return ids, {**options, "stop_tokens": (*(options.get("stop_tokens") or ()), end)}
+    form = template.tool_format if tools.shown else template.answer_format
+    named = [m.text_tokenizer.token_to_id(name) for name in (RETURN, CALL)] if form.harmony else []
+    ends = [end, *named]
+    if new := [token for token in ends if token is not None and token not in m.stops]:
+        options["stop_tokens"] = (*(options.get("stop_tokens") or ()), *new)
+    calls = bool(tools.shown)
+    if calls:
+        held = next((name for name in ("regex", "grammar") if options.get(name) is not None), None)
+        refuse(
+            held, f"{held} with tools: an answer with calls is held to their schemas: leave one of them out"
+        )
+        content = options.pop("json_schema", None)
+        content = json.dumps(content) if isinstance(content, Mapping) else content
+        options["tool_calls"] = form.constraint(tools.tools, tools.choice, tools.parallel, text, content)
+    added = m.text_tokenizer.get_added_tokens_decoder().values()
+    special = tuple(one.content for one in added if one.special)
+    if form.needs(special, calls):
+        options["skip_special_tokens"] = False
+    else:
+        special = ()
+    return ChatTurn(ids_of_chat(m, text), options, form, calls, form.thinks(text), special)
 
 
 def chat(
@@ -443,12 +510,36 @@ def chat(
 ) -> Generation:
     """Answer a conversation: what is generated after its template, up to the end of the turn.
 
-    `options` are fields of a request, and `template`: a mapping of what the template takes besides, such as
-    tools.
+    `options` are fields of a request, `tools`, `tool_choice`, `parallel_tool_calls` and `template`, a mapping
+    of what the template takes besides.
     """
-    plain = {name: value for name, value in options.items() if name != "template"}
-    ids, request = turn_of(m, messages, options.get("template") or {}, plain)
+    own = ("template", "tools", "tool_choice", "parallel_tool_calls")
+    plain = {name: value for name, value in options.items() if name not in own}
+    parallel = options.get("parallel_tool_calls", True)
+    tools = ToolChoice(tools_of(options.get("tools") or []), options.get("tool_choice") or AUTO, parallel)
+    turn = turn_of(m, messages, options.get("template") or {}, plain, tools)
+    request = turn.options
     if "max_new_tokens" not in request:
-        room = ANSWER_TOKENS if "overflow" in request else m.max_length - len(ids)
+        room = ANSWER_TOKENS if "overflow" in request else m.max_length - len(turn.ids)
         request["max_new_tokens"] = max(1, min(ANSWER_TOKENS, room))
-    return generate(m, [ids], request, hooks)[0][0]
+    parser = turn.parser()
+    if parser is None:
+        return generate(m, [turn.ids], request, hooks)[0][0]
+    parts: list[Part] = []
+    tell = hooks.on_text
+
+    def keep(new: Sequence[Part]) -> None:
+        parts.extend(new)
+        for part in new:
+            if tell is not None and part.kind == "content":
+                tell(0, part.text)
+
+    if tell is not None:
+        hooks = dataclasses.replace(hooks, on_text=lambda _, text: keep(parser.push(text)))
+    generation = generate(m, [turn.ids], request, hooks)[0][0]
+    if tell is None:
+        keep(parser.push(generation.text or ""))
+    keep(parser.finish())
+    ids: dict[int, str] = {}
+    answer = ReadAnswer.of(parts, lambda call: ids.setdefault(call, turn.form.new_id()))
+    return dataclasses.replace(generation, read=answer)

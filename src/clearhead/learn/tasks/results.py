@@ -2,6 +2,10 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from clearhead.hub.tokens.answers import ReadAnswer
+from clearhead.hub.tokens.tools import ToolCall
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,19 @@ class Generation:
     score: float | None = None  # of a beam search: the sum of log-probabilities over length ** length_penalty
     steps: int | None = None  # runs of the model that tokens were chosen from; fewer than tokens if guessed
     layers: list[int] | None = None  # with early_exit: how many layers each token came from
+    read: ReadAnswer | None = (
+        None  # of a chat: what it says, thinks and calls; None where all of it is content
+    )
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer of a chat as its next message: content, reasoning_content and tool_calls."""
+        return (self.read or ReadAnswer(self.text or "")).message
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        """The calls of an answer of a chat."""
+        return [] if self.read is None else self.read.calls
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,23 @@ Shapes: V vocabulary.
 
 import functools
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from clearhead.errors import BusyError, ClearheadError, MissingExtraError, first_line, refuse, refusing
+from clearhead.errors import (
+    BusyError,
+    ClearheadError,
+    InputError,
+    MissingExtraError,
+    first_line,
+    refuse,
+    refusing,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from tokenizers import Tokenizer
 
-Constraint = tuple[str, str]  # json_schema, regex or grammar, and the text of it
+Constraint = tuple[str, str]  # json_schema, regex, grammar or tool_calls, and the text of it
 LONGEST = 65_536  # characters of a constraint
 KEPT = 16  # grammars that are kept compiled
 SECONDS, BYTES = 2, 1 << 30  # of the processor and of memory, for the trial of one constraint
@@ -60,17 +69,21 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """Return a constraint as a grammar in Lark's notation, as llguidance reads it; GBNF is translated."""
+def grammar_of(constraint: Constraint, special: Mapping[str, int] | None = None) -> str:
+    """Return a constraint as a grammar in Lark's notation, as llguidance reads it; GBNF is translated.
+
+    `special`: ids of special tokens, which calls of tools may need.
+    """
     library, (kind, text) = _library(), constraint
+    if kind == "tool_calls":
+        return CallGrammar(json.loads(text), special or {}).text()
     refuse(len(text) > LONGEST, f"{kind} has {len(text):,} characters: at most {LONGEST:,} are read")
     with refusing(f"{kind} cannot be read"):
         if kind == "json_schema":
             schema = json.loads(text, parse_float=_exact)
             schema = {} if schema is True else schema
             refuse(not isinstance(schema, dict), f"json_schema is {text[:60]!r}: give an object")
-            followed = {**_as_followed(schema, schema), "x-guidance": COMPACT}
-            return f"{STEPWISE}start: %json {json.dumps(followed)}\n"
+            return f"{STEPWISE}start: {_json_rule(schema, COMPACT)}\n"
         if kind == "regex":
             (made,) = json.loads(library.LLMatcher.grammar_from_regex(text))["grammars"]
             return f"{STEPWISE}{made['lark_grammar']}\n"
@@ -78,6 +91,113 @@ def grammar_of(constraint: Constraint) -> str:
         from llguidance.gbnf_to_lark import any_to_lark
 
         return f"{STEPWISE}{any_to_lark(text)}\n"
+
+
+def _json_rule(schema: dict[str, Any], spaces: Mapping[str, Any]) -> str:
+    """Return the part of a grammar that is JSON of a schema, with separators as `spaces` says."""
+    return f"%json {json.dumps({**_as_followed(schema, schema), 'x-guidance': spaces})}"
+
+
+class CallGrammar:
+    """The grammar of an answer with tool calls, by what `ToolFormat.constraint` states."""
+
+    def __init__(self, stated: Mapping[str, Any], special: Mapping[str, int]) -> None:
+        self.stated, self.special = stated, special
+        names = sorted(special, key=len, reverse=True)
+        self.split = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self.spaces = {**COMPACT, "item_separator": stated["comma"], "key_separator": stated["colon"]}
+
+    def text(self) -> str:
+        """Return the whole grammar."""
+        harmony = self.stated["harmony"]
+        rules = self._channels() if harmony else [*self._start(), *self._answer(), *self._calls()]
+        return STEPWISE + "\n".join([*rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{1,4}/"]) + "\n"
+
+    def literal(self, text: str) -> str:
+        """Return a text as symbols of the grammar, its special tokens as tokens."""
+        parts, at = [], 0
+        for found in self.split.finditer(text):
+            parts += [json.dumps(text[at : found.start()], ensure_ascii=False)] if found.start() > at else []
+            parts.append(self.token(found[0]))
+            at = found.end()
+        return " ".join([*parts, *([json.dumps(text[at:], ensure_ascii=False)] if at < len(text) else [])])
+
+    def token(self, name: str) -> str:
+        """Return a special token as a symbol of the grammar."""
+        refuse(name not in self.special, f"tool calls need the token {name}, which the tokenizer lacks")
+        return f"<[{self.special[name]}]>"
+
+    def until(self, name: str, marker: str) -> str:
+        """Return the rule of text up to a marker, which belongs to it."""
+        if self.split.fullmatch(marker):
+            return f"{name}: TEXT {self.token(marker)}"
+        return f"{name}[lazy]: TEXT {json.dumps(marker, ensure_ascii=False)}"
+
+    def _start(self) -> list[str]:
+        """What the answer thinks, and what it says."""
+        if self.stated["thinking"] is None:
+            return ["start: answer"]
+        opening, closing = self.stated["thinking"]
+        thought = self.until("thought", closing)
+        if self.stated["thinks"]:
+            return [f"start: thought SPACE? answer{' | TEXT' if self.stated['free'] else ''}", thought]
+        return [f"start: (SPACE? {self.literal(opening)} thought SPACE?)? answer", thought]
+
+    def _answer(self) -> list[str]:
+        head, marker, content = (self.stated[name] for name in ("head", "marker", "content"))
+        whole = f"SPACE? {self.literal(head)} calls"
+        if not self.stated["free"]:
+            return [f"answer: {whole}"]
+        if content is not None:
+            return [f"answer: {whole} | {_json_rule(json.loads(content), COMPACT)}"]
+        if marker:
+            return [
+                f"answer: marked {self.literal(head[len(marker) :])} calls | TEXT",
+                self.until("marked", marker),
+            ]
+        refuse(not head, "the chat template writes nothing before a tool call that tells it from text")
+        begun = re.sub(r"([^A-Za-z0-9_ ])", r"\\\1", head).replace("\n", "n")
+        return [f"answer: {whole} | OTHER", rf"OTHER: /(.|\n)*/ & ~/[ \n]*{begun}(.|\n)*/"]
+
+    def _calls(self) -> list[str]:
+        """The calls, behind what stands before the first name."""
+        close, between, opening, end = (self.stated[name] for name in ("close", "between", "open", "end"))
+        more = f" ({self.literal(close + between + opening)} call)*" if self.stated["several"] else ""
+        last = self.literal(close + end)
+        return [
+            f"calls: call{more} {last}",
+            *self._call(lambda name: self.literal(name + self.stated["middle"])),
+        ]
+
+    def _call(self, before: Callable[[str], str]) -> list[str]:
+        """One rule for each tool: what stands before its arguments, and these."""
+        tools = self.stated["tools"]
+        rules = [
+            f"call_{number}: {before(tool['name'])} {_json_rule(tool['schema'], self.spaces)}"
+            for number, tool in enumerate(tools)
+        ]
+        return [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}", *rules]
+
+    def _channels(self) -> list[str]:
+        """The channels of gpt-oss: messages that think or say something, then a call or the final one."""
+        channel, message, end, start, json_ = (
+            self.token(f"<|{name}|>") for name in ("channel", "message", "end", "start", "constrain")
+        )
+        content, free = self.stated["content"], self.stated["free"]
+        final = "TEXT" if content is None else _json_rule(json.loads(content), COMPACT)
+
+        def before(name: str) -> str:
+            places = (
+                f'{channel} "commentary to=functions.{name}" | " to=functions.{name}" {channel} "commentary"'
+            )
+            return f'({places}) (" "? {json_} "json" | " json")? {message}'
+
+        return [
+            f"start: other* ({'final | ' if free else ''}call)",
+            f'other: {channel} ("analysis" | "commentary") {message} TEXT {end} {start} "assistant"',
+            f'final: {channel} "final" (" "? {json_} "json")? {message} {final}',
+            *self._call(before),
+        ]
 
 
 def _as_followed(schema: Any, root: Any) -> Any:
@@ -172,11 +292,15 @@ def _exact(literal: str) -> float:
     return float(literal)
 
 
-def compiled(tokenizer: "LLTokenizer", constraint: Constraint) -> "LLMatcher":
+def compiled(
+    tokenizer: "LLTokenizer", constraint: Constraint, special: Mapping[str, int] | None = None
+) -> "LLMatcher":
     """Return the matcher of a constraint, at the beginning of a text, or refuse the constraint."""
     library = _library()
     limits = library.LLParserLimits(**LIMITS)
-    matcher: LLMatcher = library.LLMatcher(tokenizer, grammar_of(constraint), log_level=0, limits=limits)
+    matcher: LLMatcher = library.LLMatcher(
+        tokenizer, grammar_of(constraint, special), log_level=0, limits=limits
+    )
     if not matcher.is_error():
         matcher.compute_bitmask()
     check_matcher(matcher, constraint)
@@ -220,11 +344,13 @@ class Grammars:
 
         self.tokenizer, self.size = tokenizer, size
         self.vocabulary = vocabulary_of(token_bytes(tokenizer, size))
+        added = tokenizer.get_added_tokens_decoder().items()
+        self.special = {one.content: number for number, one in added if one.special and number < size}
         self.compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
 
     def begin(self, constraint: Constraint, stops: Collection[int]) -> "GrammarState":
         """Return the grammar of one text, at its beginning; `stops` are the ids that end it."""
-        matcher = self.compiled.get(constraint) or compiled(self.vocabulary, constraint)
+        matcher = self.compiled.get(constraint) or compiled(self.vocabulary, constraint, self.special)
         self.compiled[constraint] = matcher
         while len(self.compiled) > KEPT:
             self.compiled.popitem(last=False)
@@ -266,6 +392,13 @@ def _library() -> Any:
 
 def check_constraint(constraint: Constraint) -> None:
     """Refuse a constraint that is wrong, or that takes too much; one that was tried already costs nothing."""
+    if constraint[0] == "tool_calls":
+        for tool in json.loads(constraint[1])["tools"]:
+            try:
+                check_constraint(("json_schema", json.dumps(tool["schema"])))
+            except InputError as error:
+                raise InputError(f"parameters of the tool {tool['name']}: {error}") from None
+        return
     refuse(
         len(constraint[1]) > LONGEST,
         f"{constraint[0]} has more than {LONGEST:,} characters: give a smaller one",

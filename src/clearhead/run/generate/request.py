@@ -245,6 +245,10 @@ class Request:
     grammar: str | None = option(
         None, "generate a text of this grammar, in the notation of Lark or GBNF", "structured", http="grammar"
     )
+    tool_calls: str | None = option(None, "generate calls of tools; `Model.chat` states it by its `tools`")
+    skip_special_tokens: bool = option(
+        True, "leave special tokens out of the text", http="skip_special_tokens"
+    )
 
     overflow: Literal["refuse", "window", "slide", "stream"] = option(
         "refuse", "a text too long for the model: refuse it, cut its prompt (window), compute its last "
@@ -422,6 +426,8 @@ class RequestOptions(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     grammar: str | None
+    tool_calls: str | None
+    skip_special_tokens: bool
     overflow: Literal["refuse", "window", "slide", "stream"]
     sinks: int | None
     stream_window: int | None
@@ -443,7 +449,7 @@ UNUSED = (None, False, 0, ())  # values that ask for nothing
 SEQUENCES = [entry.name for entry in fields(Request) if "tuple[" in str(entry.type)]
 FILTERS = {name: stated.keep for name, stated in OPTIONS.items() if stated.keep is not None}  # in this order
 DRAWING = ("temperature", *FILTERS)
-CONSTRAINTS = [name for name, stated in OPTIONS.items() if stated.group == "structured"]
+CONSTRAINTS = [name for name, stated in OPTIONS.items() if stated.group == "structured"] + ["tool_calls"]
 SEARCH = [name for name, stated in OPTIONS.items() if stated.group == "beam" and stated.own]
 NGRAMS = ("no_repeat_ngram", "no_repeat_source_ngram")
 HOOKS = ("on_text", "cancel", "draft")  # what a generation calls or runs; none of it is data

@@ -25,12 +25,17 @@ LETTERS = {letter: value for value, letter in enumerate(byte_letters())}
 class TextStream:
     """The text of one row, token by token, as it reads after the prompt."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        skip_special_tokens: bool = True,
+    ) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(text for text in stop if text)
-        self.context = list(prompt)
-        self._special = {
-            token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special
-        }
+        self.context, self.skips = list(prompt), skip_special_tokens
+        added = tokenizer.get_added_tokens_decoder().items() if skip_special_tokens else ()
+        self._special = {token for token, one in added if one.special}
         self.stopped_by: str | None = None
         self._emitted: list[str] = []
         self._held = ""  # settled, but perhaps the beginning of a stop string
@@ -100,7 +105,7 @@ class TextStream:
         return self._decode(self._known + self._open)[self._start :] if self._open else ""
 
     def _decode(self, ids: list[int]) -> str:
-        return decoded(self.tokenizer, ids) if ids else ""
+        return decoded(self.tokenizer, ids, special=not self.skips) if ids else ""
 
     def _first_stop(self, text: str) -> tuple[int | None, str | None]:
         """Return where the first stop string begins, and which it is."""

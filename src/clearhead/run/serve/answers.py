@@ -10,25 +10,27 @@ import time
 import uuid
 from collections import abc
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as nnf
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
 from torch import Tensor
 
-from clearhead.errors import ClearheadError, RequestError, refuse
+from clearhead.errors import RequestError, refuse
+from clearhead.hub.tokens.answers import AnswerParser, Part, ReadAnswer
+from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.tasks import reading
-from clearhead.learn.tasks.generation import turn_of
+from clearhead.learn.tasks.generation import ChatTurn, chat_template, turn_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.grammar import check_constraint
 from clearhead.run.generate.request import CONSTRAINTS
 from clearhead.run.generate.stream import PARTIAL, TextStream, TokenText, TokenTexts
 from clearhead.run.serve.engine import ServeEngine
-from clearhead.run.serve.protocol import MOST_INPUTS, ChatBody, CompletionBody, finish_reason
+from clearhead.run.serve.protocol import MOST_INPUTS, ChatBody, CompletionBody, error_body, finish_reason
 from clearhead.run.serve.sequence import ServedSequence, ServeOptions
 from clearhead.run.serve.status import Metrics
 
@@ -38,31 +40,57 @@ LOOK = 0.2  # seconds between two looks at whether the client is still there
 
 def choices_of(engine: ServeEngine, name: str, body: CompletionBody | ChatBody, owner: str = "") -> "Choices":
     """Return what a body asks for; one `owner` shares its cached prefixes."""
-    prompts: abc.Sequence[str | list[int]]
-    best, echo, options = body.best, False, body.options()
     if isinstance(body, ChatBody):
-        refuse(
-            body.max_tokens is not None and body.max_completion_tokens is not None,
-            "max_tokens and max_completion_tokens are the same: give one of them",
-        )
-        template = body.chat_template_kwargs or {}
-        ids, options = turn_of(engine.m, body.checked_messages(), template, options)
-        most = body.max_completion_tokens or body.max_tokens or max(1, engine.longest - len(ids))
-        prompts = [ids]
-    else:
-        most, echo = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens, bool(body.echo)
-        refuse(most == 0 and not echo, "max_tokens 0 generates nothing: ask for 1 or more, or for echo")
-        refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
-        prompts = body.prompts()
-    serving = ServeOptions(
-        f"{owner}:{body.cache_salt or ''}",
-        best if echo else None,
-        most == 0,
-        name if name in engine.adapters else "",
-        tuple(body.inside or ()),
+        return chat_choices(engine, name, body, owner)
+    options, best, echo = body.options(), body.best, bool(body.echo)
+    most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
+    refuse(most == 0 and not echo, "max_tokens 0 generates nothing: ask for 1 or more, or for echo")
+    refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
+    options["max_new_tokens"] = max(1, most)
+    serving = replace(
+        _serving(engine, name, body, owner), prompt_logprobs=best if echo else None, prefill_only=most == 0
     )
-    options["max_new_tokens"], chat = max(1, most), isinstance(body, ChatBody)
-    return Choices(engine, name, chat, prompts, options, body.seeds(body.n or 1), serving, best, echo)
+    return Choices(engine, name, body.prompts(), options, body.seeds(body.n or 1), serving, best, echo)
+
+
+def chat_choices(engine: ServeEngine, name: str, body: ChatBody, owner: str = "") -> "ChatChoices":
+    """Return what a conversation asks for."""
+    refuse(
+        body.max_tokens is not None and body.max_completion_tokens is not None,
+        "max_tokens and max_completion_tokens are the same: give one of them",
+    )
+    turn = chat_turn(engine.m, body)
+    room = max(1, engine.longest - len(turn.ids))
+    most = body.max_completion_tokens or body.max_tokens or room
+    options = turn.options | {"max_new_tokens": min(most, room) if body.fits else most}
+    serving, seeds = _serving(engine, name, body, owner), body.seeds(body.n or 1)
+    return ChatChoices(engine, name, [turn.ids], options, seeds, serving, body.best, turn=turn)
+
+
+def chat_turn(m: Bundle, body: ChatBody) -> ChatTurn:
+    """Return the answer to come in a conversation."""
+    more = template_options(chat_template(m), body)
+    return turn_of(m, body.checked_messages(), more, body.options(), body.choice_of_tools())
+
+
+def template_options(template: ChatTemplate, body: ChatBody) -> dict[str, Any]:
+    """Return what the chat template is given besides the messages and tools; effort as it knows it."""
+    more, effort = dict(body.chat_template_kwargs or {}), body.reasoning_effort
+    if effort is None:
+        return more
+    if template.reads("reasoning_effort"):
+        return more | {"reasoning_effort": effort}
+    switch = "enable_thinking"
+    refuse(
+        effort != "none" and not template.reads(switch),
+        f'reasoning_effort "{effort}": the chat template of this model does not take it: leave it out',
+    )
+    return {switch: effort != "none"} | more if template.reads(switch) else more
+
+
+def _serving(engine: ServeEngine, name: str, body: CompletionBody | ChatBody, owner: str) -> ServeOptions:
+    salt, adapter = f"{owner}:{body.cache_salt or ''}", name if name in engine.adapters else ""
+    return ServeOptions(salt, adapter=adapter, inside=tuple(body.inside or ()))
 
 
 class EventQueue:
@@ -77,23 +105,38 @@ class EventQueue:
         self._new[number] = (self._new.get(number, ("",))[0] + text, count, ended)
         self._any.set()
 
-    async def get(self) -> tuple[int, str, int, bool]:
-        """Wait for an event; return a choice's number and what is new of it."""
+    async def get(self) -> "Update":
+        """Wait for an event; return what is new of a choice."""
         await self._any.wait()
         number = next(iter(self._new))
         news = self._new.pop(number)
         if not self._new:
             self._any.clear()
-        return number, *news
+        return Update(number, *news)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is new of a choice: its text, its tokens so far, whether it has ended."""
+
+    number: int
+    text: str
+    count: int
+    ended: bool
 
 
 @dataclass
 class Choices:
-    """The texts that one body asks for: what to submit, the seqs, and their answer."""
+    """The texts that one body asks for: what to submit, the seqs, and their answer to `/v1/completions`."""
+
+    prefix: ClassVar[str] = "cmpl"
+    kinds: ClassVar[tuple[str, str]] = (
+        "text_completion",
+        "text_completion",
+    )  # of an answer, of a stream's events
 
     engine: ServeEngine
     model: str
-    chat: bool
     prompts: abc.Sequence[str | list[int]]
     options: dict[str, Any]
     seeds: list[int]  # of the choices of each prompt
@@ -107,7 +150,7 @@ class Choices:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.id = f"{self.prefix}-{uuid.uuid4().hex}"
         self.events = EventQueue()
         if self.best is not None:
             self.options |= {"logprobs": True, "alternatives": self.best}
@@ -162,47 +205,76 @@ class Choices:
         for seq in self.seqs:
             seq.cancel()
 
-    async def whole(self, request: Request) -> dict[str, Any]:
-        """Wait for every choice, as long as the client does; return the answer."""
+    async def follow(self) -> AsyncIterator[Update]:
+        """Yield what is new of the choices as it comes; cancel what is left when nobody follows any more."""
+        left = len(self.seqs)
+        try:
+            while left:
+                update = await self.events.get()
+                error = self.seqs[update.number].error
+                if update.ended and error is not None:
+                    raise error
+                yield update
+                left -= update.ended
+        finally:
+            self.cancel()
+
+    async def finish(self, request: Request) -> None:
+        """Wait for every choice, as long as the client does."""
         left, looked = len(self.seqs), time.monotonic()
         try:
             while left:
                 with contextlib.suppress(TimeoutError):
-                    left -= (await asyncio.wait_for(self.events.get(), LOOK))[3]
+                    left -= (await asyncio.wait_for(self.events.get(), LOOK)).ended
                 if time.monotonic() - looked > LOOK:
                     refuse(await request.is_disconnected(), "the client has gone")
                     looked = time.monotonic()
         finally:
             self.cancel()
+
+    async def whole(self, request: Request) -> dict[str, Any]:
+        """Wait for every choice; return the answer."""
+        await self.finish(request)
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
         """Return the answer, once every seq has ended."""
         choices = [self._choice(number, seq) for number, seq in enumerate(self.seqs)]
-        kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._head(kind), "choices": choices, "usage": self.usage()}
+        return {**self._head(self.kinds[0]), "choices": choices, "usage": self.usage()}
+
+    def finish_reason(self, number: int) -> str:
+        """Return OpenAI's word for why a choice has ended."""
+        return finish_reason(self.seqs[number].stop_reason)
 
     def _choice(self, number: int, seq: ServedSequence) -> dict[str, Any]:
         """Return a choice as the chunks of a stream would tell it, put together."""
         found = seq.wait(0)
-        *chunks, last = self._chunks(number, found.text or "", len(found.ids), True)
-        made: dict[str, Any] = {"index": number, "finish_reason": last.pop("finish_reason")}
-        if self.chat:
-            content = "".join(chunk["delta"]["content"] for chunk in chunks)
-            made["message"] = {"role": "assistant", "content": content, "refusal": None}
-        else:
-            made["text"] = "".join(chunk["text"] for chunk in chunks)
-        made["logprobs"] = functools.reduce(join_reports, (chunk["logprobs"] for chunk in chunks), None)
+        *chunks, last = self._chunks(Update(number, found.text or "", len(found.ids), True))
+        choice: dict[str, Any] = {"index": number, "finish_reason": last.pop("finish_reason")}
+        choice |= self._joined(number, chunks)
+        choice["logprobs"] = functools.reduce(join_reports, (chunk["logprobs"] for chunk in chunks), None)
         if self.best is not None:
-            made["logprobs"] = made["logprobs"] or self.reports[number].nothing()
-        return made | {name: last[name] for name in last if name == "inside"}
+            choice["logprobs"] = choice["logprobs"] or self.reports[number].nothing()
+        return choice | {name: last[name] for name in last if name == "inside"}
 
-    def _chunks(self, number: int, new: str, count: int, ended: bool) -> Iterator[dict[str, Any]]:
-        """Yield what is new of a choice: its text, of so many tokens so far, and its end."""
-        seq, key = self.seqs[number], "delta" if self.chat else "text"
+    def _joined(self, number: int, chunks: abc.Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return what the chunks of a choice say, put together."""
+        return {"text": "".join(chunk["text"] for chunk in chunks)}
 
-        def chunk(content: Any, logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
-            return {"index": number, key: content, "logprobs": logprobs, "finish_reason": None}
+    def _said(self, update: Update) -> list[dict[str, Any]]:
+        """Return the new text of a choice as the fields of chunks; none where nothing is new."""
+        return [{"text": update.text}] if update.text else []
+
+    nothing: ClassVar[dict[str, Any]] = {"text": ""}  # fields of a chunk that says nothing
+    ending: ClassVar[dict[str, Any]] = {"text": ""}  # and of the last one
+
+    def _chunks(self, update: Update) -> Iterator[dict[str, Any]]:
+        """Yield what is new of a choice as chunks of a stream, and its end."""
+        number = update.number
+        seq = self.seqs[number]
+
+        def chunk(fields: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+            return {"index": number, **fields, "logprobs": logprobs, "finish_reason": None}
 
         first = number not in self.lengths
         echoed = decoded(self.engine.m.text_tokenizer, seq.prompt) if self.echo and first else ""
@@ -210,41 +282,41 @@ class Choices:
             self.lengths[number] = len(echoed)
             if self.best is not None:
                 own = echoed if self.echo else None
-                self.reports[number] = LogprobReport(self.engine.m, seq, self.chat, own)
+                chat = isinstance(self, ChatChoices)
+                self.reports[number] = LogprobReport(self.engine.m, seq, chat, own)
         report = self.reports.get(number)
         if self.echo and first:  # the log-probabilities of its prompt are known by now
-            yield chunk(echoed, None if report is None else report.prompt())
-        self.lengths[number] += len(new)
-        logprobs = None if report is None else report.next(count, self.lengths[number], ended)
-        if new or logprobs is not None:
-            yield chunk({"content": new} if self.chat else new, logprobs)
-        if ended:
-            last = chunk({} if self.chat else "") | {"finish_reason": finish_reason(seq.stop_reason)}
+            yield chunk({"text": echoed}, None if report is None else report.prompt())
+        self.lengths[number] += len(update.text)
+        logprobs = None if report is None else report.next(update.count, self.lengths[number], update.ended)
+        said = self._said(update)
+        for fields in said or ([self.nothing] if logprobs is not None else []):
+            yield chunk(fields, logprobs)
+            logprobs = None  # told once
+        if update.ended:
+            last = chunk(self.ending) | {"finish_reason": self.finish_reason(number)}
             if seq.inside is not None:
                 last["inside"], seq.inside = seq.inside, None  # it is large, and told once
             yield last
 
+    def _first(self) -> list[dict[str, Any]]:
+        """Return the chunks that a stream begins with."""
+        return []
+
     async def stream(self, usage: bool) -> AsyncIterator[str]:
         """Yield server-sent events, as they come; a client that goes away cancels what is left."""
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
         more: dict[str, Any] = {"usage": None} if usage else {}
 
         def event(choices: list[dict[str, Any]], **named: Any) -> str:
-            return f"data: {json.dumps({**self._head(kind), 'choices': choices, **more, **named})}\n\n"
+            head = self._head(self.kinds[1])
+            return f"data: {json.dumps({**head, 'choices': choices, **more, **named})}\n\n"
 
         try:
-            start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            for number in range(len(self.seqs) if self.chat else 0):
-                yield event([{"index": number, **start}])
-            left = len(self.seqs)
-            while left:
-                number, new, count, ended = await self.events.get()
-                error = self.seqs[number].error
-                if ended and error is not None:
-                    raise error
-                for chunk in self._chunks(number, new, count, ended):
+            for chunk in self._first():
+                yield event([chunk])
+            async for update in self.follow():
+                for chunk in self._chunks(update):
                     yield event([chunk])
-                left -= ended
             if usage:
                 yield event([], usage=self.usage())
             yield "data: [DONE]\n\n"
@@ -266,6 +338,73 @@ class Choices:
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
 
 
+@dataclass
+class ChatChoices(Choices):
+    """Answers of a conversation, as `/v1/chat/completions` has them: content, reasoning and tool calls."""
+
+    prefix: ClassVar[str] = "chatcmpl"
+    kinds: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
+    nothing: ClassVar[dict[str, Any]] = {"delta": {"content": ""}}
+    ending: ClassVar[dict[str, Any]] = {"delta": {}}
+
+    turn: ChatTurn = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parsers: dict[int, AnswerParser | None] = {}
+        self._parts: dict[int, list[Part]] = {}  # of each choice, so far
+        self._ids: dict[tuple[int, int], str] = {}
+
+    def parts(self, number: int, text: str, ended: bool) -> list[Part]:
+        """Return what the new text of a choice adds: content, reasoning, calls and their arguments."""
+        if number not in self._parsers:
+            self._parsers[number] = self.turn.parser()
+        parser = self._parsers[number]
+        if parser is None:
+            parts = [Part("content", text)] if text else []
+        else:
+            parts = [*parser.push(text), *(parser.finish() if ended else ())]
+        self._parts.setdefault(number, []).extend(parts)
+        return parts
+
+    def call_id(self, number: int, call: int) -> str:
+        """Return the id of a call of a choice."""
+        return self._ids.setdefault((number, call), self.turn.form.new_id())
+
+    def read(self, number: int) -> ReadAnswer:
+        """Return what a choice says so far."""
+        return ReadAnswer.of(self._parts.get(number, []), lambda call: self.call_id(number, call))
+
+    def finish_reason(self, number: int) -> str:
+        """Return OpenAI's word for why a choice has ended; a call that is cut off is none."""
+        reason = super().finish_reason(number)
+        called = any(part.kind == "call" for part in self._parts.get(number, ()))
+        return "tool_calls" if called and reason == "stop" else reason
+
+    def _said(self, update: Update) -> list[dict[str, Any]]:
+        parts = self.parts(update.number, update.text, update.ended)
+        return [{"delta": self._delta(update.number, part)} for part in parts]
+
+    def _delta(self, number: int, part: Part) -> dict[str, Any]:
+        """Return one part as the delta of a chunk."""
+        if part.kind == "content":
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            return {"reasoning_content": part.text}
+        if part.kind == "arguments":
+            return {"tool_calls": [{"index": part.call, "function": {"arguments": part.text}}]}
+        function = {"name": part.text, "arguments": ""}
+        whole = {"index": part.call, "id": self.call_id(number, part.call), "type": "function"}
+        return {"tool_calls": [{**whole, "function": function}]}
+
+    def _first(self) -> list[dict[str, Any]]:
+        start = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return [{"index": number, **start} for number in range(len(self.seqs))]
+
+    def _joined(self, number: int, chunks: abc.Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"message": {**self.read(number).message, "refusal": None}}
+
+
 # Log-probabilities ------------------------------------------------------------------------------------------
 
 
@@ -276,7 +415,7 @@ class LogprobReport:
         """`echoed`: the text of the prompt, where the answer begins with it."""
         assert seq.stream is not None
         self.seq, self.chat, self.shown = seq, chat, 0
-        self.texts = TokenTexts(TextStream(m.text_tokenizer, seq.stream.context))
+        self.texts = TokenTexts(TextStream(m.text_tokenizer, seq.stream.context, (), seq.stream.skips))
         self.start = len(echoed or "")  # where the next token begins in the answer
         self._prompt = None
         if echoed is not None and not chat:
@@ -383,32 +522,7 @@ def join_reports(first: dict[str, Any] | None, second: dict[str, Any] | None) ->
     return {name: first[name] + second[name] for name in first}
 
 
-# Errors and embeddings --------------------------------------------------------------------------------------
-
-
-CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # by status, as OpenAI has them
-KINDS = {  # by status, as Anthropic has them
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-}
-MESSAGES = "/v1/messages"  # below it errors are told as Anthropic tells them
-
-
-def error_body(error: BaseException, status: int = 400, path: str = "") -> dict[str, Any]:
-    """Return an error as the clients of a path read it: OpenAI's, or Anthropic's."""
-    mine = isinstance(error, ClearheadError)
-    line = str(error) if mine else f"something went wrong: {type(error).__name__}"
-    if path.startswith(MESSAGES):
-        kind = KINDS.get(status, "invalid_request_error") if mine and status < 500 else "api_error"
-        return {"type": "error", "error": {"type": kind, "message": line}}
-    kind = "invalid_request_error" if mine else "server_error"
-    param, code = getattr(error, "param", None), getattr(error, "code", CODES.get(status))
-    return {"error": {"message": line, "type": kind, "param": param, "code": code}}
+# Embeddings -------------------------------------------------------------------------------------------------
 
 
 TOGETHER = 64  # vectors that are written at once

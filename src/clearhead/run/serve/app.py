@@ -24,11 +24,11 @@ from clearhead.learn.tasks import reading
 from clearhead.learn.tasks.generation import chat_ids, chat_template
 from clearhead.run.generate.stream import token_texts
 from clearhead.run.serve import answers, protocol
-from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, Choices, chat_turn, choices_of, error_body
+from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, ChatChoices, Choices, chat_turn, choices_of
 from clearhead.run.serve.blocks import Chat
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.messages import add_messages, model_card
-from clearhead.run.serve.protocol import ChatBody, CompletionBody
+from clearhead.run.serve.protocol import ChatBody, CompletionBody, error_body
 from clearhead.run.serve.responses import add_responses
 from clearhead.run.serve.server import OWNER, RETRY_AFTER, Admission, Guard
 from clearhead.run.serve.status import Metrics, add_page
@@ -196,12 +196,17 @@ def make_server(
     async def chat(body: protocol.ChatBody, request: Request) -> Response:
         return await generated(body, request)
 
+    async def begin_chat(body: ChatBody, request: Request) -> ChatChoices:
+        choices = await begin(body, request)
+        assert isinstance(choices, ChatChoices)
+        return choices
+
     async def counted(body: ChatBody) -> tuple[int, int]:
         engine = engine_of(body.model)[1]
         turn = await run_in_threadpool(chat_turn, engine.m, body)
         return len(turn.ids), engine.longest
 
-    chats = Chat(begin, counted, lambda name: chat_template(engine_of(name)[1].m))
+    chats = Chat(begin_chat, counted, lambda name: chat_template(engine_of(name)[1].m))
     add_responses(app, chats)
     add_messages(app, chats)
 

@@ -22,10 +22,10 @@ from pydantic import ValidationError
 
 from clearhead.errors import ClearheadError, InputError, MissingExtraError, refuse
 from clearhead.run.api import load
-from clearhead.run.serve.answers import Choices, choices_of, error_body
+from clearhead.run.serve.answers import Choices, choices_of
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.protocol import ChatBody, CompletionBody
+from clearhead.run.serve.protocol import ChatBody, CompletionBody, error_body
 
 URLS = ("/v1/completions", "/v1/chat/completions")
 START = b'{"id": "batch-'  # of every line that is written here

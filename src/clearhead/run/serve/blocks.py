@@ -14,7 +14,6 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import Field, ValidationError
 
-from clearhead.errors import refuse
 from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.run.generate.request import OPTIONS
 from clearhead.run.serve.answers import ChatChoices, LogprobReport, Update
@@ -150,17 +149,6 @@ def chat_body(
     except ValidationError as error:
         wrong = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
         raise RequestValidationError(wrong) from None
-
-
-def thinking(template: ChatTemplate, effort: str | None, field: str) -> dict[str, Any]:
-    """Return how much to think, as the chat template takes it; refuse `field` where it takes nothing."""
-    switch = "enable_thinking"
-    if effort in (None, "none"):
-        return {switch: False} if effort == "none" and template.reads(switch) else {}
-    if template.reads("reasoning_effort"):
-        return {"reasoning_effort": effort}
-    refuse(not template.reads(switch), f"{field}: the chat template of this model takes none: leave it out")
-    return {switch: True}
 
 
 def function_of(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -135,6 +135,7 @@ def messages_of(items: Sequence[dict[str, Any]], template: ChatTemplate) -> list
     """
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of functions, by the call
+    thinks = template.reads(*REASONING)
     for item in items:
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         kind = item["type"]
@@ -153,7 +154,7 @@ def messages_of(items: Sequence[dict[str, Any]], template: ChatTemplate) -> list
                 messages.append({"role": item["role"], "content": content})
         elif kind == "reasoning":
             text = "".join(_texts_of(item.get("content") or item.get("summary")))
-            if text and template.reads(*REASONING):
+            if text and thinks:
                 messages.append({"role": "assistant", "content": None, "reasoning_content": text})
         else:
             if last is None:

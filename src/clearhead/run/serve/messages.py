@@ -7,9 +7,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from clearhead.run.serve.answers import MESSAGES, ChatChoices, error_body
+from clearhead.run.serve.answers import ChatChoices
 from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, event, new_id, whole_of
 from clearhead.run.serve.messages_body import CountBody, MessagesBody
+from clearhead.run.serve.protocol import MESSAGES, error_body
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = {  # by the kind of a block: the type of what is new of it, and its field

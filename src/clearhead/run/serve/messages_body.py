@@ -117,6 +117,7 @@ def messages_of(given: Sequence[Message], template: ChatTemplate) -> list[dict[s
     """
     messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}  # of tools, by the call
+    thinks = template.reads(*REASONING)
     for message in given:
         blocks: list[Any] = [] if isinstance(message.content, str) else list(message.content)
         results = [block for block in blocks if isinstance(block, ToolResultBlock)]
@@ -125,7 +126,7 @@ def messages_of(given: Sequence[Message], template: ChatTemplate) -> list[dict[s
             continue
         made: dict[str, Any] = {"role": message.role, "content": _content(message.content)}
         thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
-        if thought and template.reads(*REASONING):
+        if thought and thinks:
             made["reasoning_content"] = thought
         calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
         names |= {block.id: block.name for block in calls}
@@ -204,15 +205,9 @@ class OutputConfig(FewFields):
 class CountBody(with_options(Body, but=("max_tokens", "stop"))):  # type: ignore[misc]
     """`/v1/messages/count_tokens`."""
 
-    unused: ClassVar = (
-        "metadata",
-        "service_tier",
-        "cache_control",
-        "user_profile_id",
-        "workspace_id",
-    )
+    unused: ClassVar = ("metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id")
     # The second row is of the client's beta routes.
-    no_ops: ClassVar = (
+    no_ops: ClassVar[dict[str, tuple[Any, ...]]] = (
         {"container": (), "diagnostics": (), "inference_geo": (), "speed": ("standard",)}
         | dict.fromkeys(("context_management", "compaction", "thread", "billing_policy"), ())
         | {"mcp_servers": ([],), "fallbacks": ([],), "fallback_credit_token": ()}
@@ -244,27 +239,25 @@ class CountBody(with_options(Body, but=("max_tokens", "stop"))):  # type: ignore
             tool_choice=None if choice is None else _choice(choice),
             parallel_tool_calls=False if one_call else None,
             response_format=None if schema is None else _format(schema),
-            chat_template_kwargs=self._template_kwargs(template) or None,
+            **self._thinking(template),
             **more,
         )
 
-    def _template_kwargs(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return what the template takes besides, with how much to think as it knows it."""
+    def _thinking(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return how much to think, as a chat says it."""
         effort = None if self.output_config is None else self.output_config.effort
-        levels, switch = template.reads("reasoning_effort"), template.reads("enable_thinking")
-        refuse(
-            effort not in (None, "high") and not levels,  # high is what Anthropic's models do by default
-            f'output_config.effort "{effort}": the chat template of this model takes none: leave it out',
-        )
-        kwargs: dict[str, Any] = {"reasoning_effort": effort} if effort is not None and levels else {}
+        if effort == "high" and not template.reads("reasoning_effort"):
+            effort = None  # it is what Anthropic's models do by default
+        kwargs = self.chat_template_kwargs or {}
+        switch = template.reads("enable_thinking")
         if self.thinking is not None:
-            wanted = self.thinking.type != "disabled"
             refuse(
                 self.thinking.type == "enabled" and not (switch or template.reads("think", *REASONING)),
                 "thinking: this model does not think before it answers: leave it out",
             )
-            kwargs |= {"enable_thinking": wanted} if switch else {}
-        return kwargs | (self.chat_template_kwargs or {})
+            wanted = self.thinking.type != "disabled"
+            kwargs = ({"enable_thinking": wanted} if switch else {}) | kwargs
+        return {"reasoning_effort": effort, "chat_template_kwargs": kwargs or None}
 
 
 class MessagesBody(CountBody):

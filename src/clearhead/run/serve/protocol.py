@@ -7,13 +7,16 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from clearhead.errors import hints_of, refuse, refusing
+from clearhead.errors import ClearheadError, InputError, RequestError, hints_of, refuse, refusing
+from clearhead.hub.tokens.tools import AUTO, MOST_TOOLS, NONE, tools_of
+from clearhead.learn.tasks.generation import ToolChoice
 from clearhead.run.generate.request import CONSTRAINTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
@@ -46,7 +49,7 @@ class FewFields(BaseModel):
 
 
 # Fields of OpenAI's API that change nothing in an answer: any value is taken.
-UNUSED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+UNUSED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 # Fields that are not served, with the values (and null) that ask for nothing: these are taken.
 NO_OPS: dict[str, tuple[Any, ...]] = {
     "audio": (),
@@ -56,6 +59,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logit_bias": ({},),
     "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
     "store": (False,),
@@ -160,7 +164,9 @@ class GenerationBody(with_options(Body)):  # type: ignore[misc]
 
     def constraint(self) -> dict[str, str]:
         """Return what the answer is held to, as an option of `generate`."""
-        stated: list[tuple[str, Any]] = [(name, getattr(self, name)) for name in CONSTRAINTS]
+        stated: list[tuple[str, Any]] = [
+            (name, getattr(self, name)) for name in CONSTRAINTS if OPTIONS[name].http
+        ]
         openai, vllm = self.response_format, self.structured_outputs
         if openai is not None:
             schema = None if openai.json_schema is None else openai.json_schema.given
@@ -228,6 +234,28 @@ class CompletionBody(GenerationBody):
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
+class NamedFunction(FewFields):
+    """The name of a function to call."""
+
+    name: str
+
+
+class NamedTool(FewFields):
+    """A choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Name a field of the request in what is refused."""
+    try:
+        yield
+    except InputError as error:
+        raise RequestError(str(error), param=field) from None
+
+
 class ChatBody(GenerationBody):
     """`/v1/chat/completions`."""
 
@@ -238,6 +266,22 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
     chat_template_kwargs: Fields | None = None
+    tools: Annotated[list[Fields], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Field(max_length=40)] | None = None  # where the chat template takes it
+
+    def choice_of_tools(self) -> ToolChoice:
+        """Return the tools that may be called, and whether one must be."""
+        with naming("tools"):
+            return self._choice_of_tools()
+
+    def _choice_of_tools(self) -> ToolChoice:
+        choice = self.tool_choice or AUTO
+        name = choice if isinstance(choice, str) else choice.function.name
+        tools = tools_of(self.tools or [])
+        refuse(name not in (AUTO, NONE) and not tools, f'tool_choice "{name}" without tools: give some')
+        return ToolChoice(tools, name, self.parallel_tool_calls is not False)
 
     def checked_messages(self) -> list[dict[str, Any]]:
         """Return the messages; refuse a role that no chat has."""
@@ -301,3 +345,31 @@ class DetokenizeBody(Body):
 def finish_reason(stop_reason: str) -> str:
     """Return OpenAI's word for why a text has ended."""
     return "stop" if stop_reason in ("eos", "stop") else "length"
+
+
+# Errors -----------------------------------------------------------------------------------------------------
+
+
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}  # by status, as OpenAI has them
+KINDS = {  # by status, as Anthropic has them
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+MESSAGES = "/v1/messages"  # below it errors are told as Anthropic tells them
+
+
+def error_body(error: BaseException, status: int = 400, path: str = "") -> dict[str, Any]:
+    """Return an error as the clients of a path read it: OpenAI's, or Anthropic's."""
+    mine = isinstance(error, ClearheadError)
+    line = str(error) if mine else f"something went wrong: {type(error).__name__}"
+    if path.startswith(MESSAGES):
+        kind = KINDS.get(status, "invalid_request_error") if mine and status < 500 else "api_error"
+        return {"type": "error", "error": {"type": kind, "message": line}}
+    kind = "invalid_request_error" if mine else "server_error"
+    param, code = getattr(error, "param", None), getattr(error, "code", CODES.get(status))
+    return {"error": {"message": line, "type": kind, "param": param, "code": code}}

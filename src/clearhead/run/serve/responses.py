@@ -14,10 +14,10 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from clearhead.errors import InputError, RequestError, refuse
 from clearhead.hub.tokens.chat import LEADING
-from clearhead.run.serve.answers import ChatChoices, Update, error_body
+from clearhead.run.serve.answers import ChatChoices, Update
 from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, TextLogprobs, event, new_id, whole_of
 from clearhead.run.serve.items import PREFIXES, plain_items
-from clearhead.run.serve.protocol import ChatBody
+from clearhead.run.serve.protocol import ChatBody, error_body
 from clearhead.run.serve.responses_body import InputBody, ResponsesBody
 from clearhead.run.serve.server import OWNER
 
@@ -240,11 +240,15 @@ class Answer:
         """Return a block as an item of the output; one in progress has no content yet."""
         kind = KINDS[block.kind]
         ended = "completed" if block.whole else "incomplete"
-        item = {"id": f"{PREFIXES[kind]}_{block.id}", "type": kind, "status": status or ended}
+        item = {
+            "id": f"{PREFIXES[kind]}_{block.id.removeprefix('call_')}",
+            "type": kind,
+            "status": status or ended,
+        }
         if block.kind == "call":
             return {**item, "call_id": block.id, "name": block.name, "arguments": block.text}
         own: dict[str, Any] = {"summary": []} if block.kind == "reasoning" else {"role": "assistant"}
-        return {**item, **own, "content": [] if status else [self._part(block)]}
+        return {**item, **own, "content": [] if status == "in_progress" else [self._part(block)]}
 
 
 # Routes -----------------------------------------------------------------------------------------------------
@@ -270,20 +274,22 @@ def add_responses(app: FastAPI, chat: Chat) -> None:
         template = chat.template(body.model)
         if body.truncation != "auto":
             return body.chat(items, template)
-        turns = [n for n, item in enumerate(items) if item.get("role") == "user"]
-        first = [item for item in items[: turns[0] if turns else 0] if item.get("role") in LEADING]
-        chats = [body.chat(items, template), *(body.chat(first + items[n:], template) for n in turns[1:])]
-        most = getattr(body, "max_output_tokens", None)
+        turns = [n for n, item in enumerate(items) if item.get("role") == "user"] or [0]
+        first = [item for item in items[: turns[0]] if item.get("role") in LEADING]
+        answer = getattr(body, "max_output_tokens", None)
 
-        least, last = 0, len(chats) - 1
+        def chat_from(turn: int) -> ChatBody:
+            return body.chat(first + items[turns[turn] :] if turn else items, template)
+
+        least, last = 0, len(turns) - 1
         while least < last:  # the first that leaves room for the answer, or the shortest
             middle = (least + last) // 2
-            tokens, longest = await chat.count(chats[middle])
-            if tokens + (most or longest // 4) <= longest:
+            tokens, longest = await chat.count(chat_from(middle))
+            if tokens + (answer or longest // 4) <= longest:
                 last = middle
             else:
                 least = middle + 1
-        return chats[least]
+        return chat_from(least)
 
     @app.post("/v1/responses")
     async def create(body: ResponsesBody, request: Request) -> Response:

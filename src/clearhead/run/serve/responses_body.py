@@ -7,10 +7,11 @@ from pydantic import Field
 
 from clearhead.errors import refuse
 from clearhead.hub.tokens.chat import ChatTemplate
-from clearhead.run.serve.blocks import Name, chat_body, function_of, thinking
+from clearhead.run.serve.blocks import Name, chat_body, function_of
 from clearhead.run.serve.items import Items, messages_of
 from clearhead.run.serve.protocol import (
     MOST_BEST,
+    UNUSED,
     Body,
     ChatBody,
     Count,
@@ -108,8 +109,7 @@ Include = Literal[
 class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
     """What a response begins with: `/v1/responses/input_tokens`."""
 
-    unused: ClassVar = ("user", "service_tier", "safety_identifier", "prompt_cache_key")
-    unused += ("prompt_cache_retention", "max_tool_calls")
+    unused: ClassVar = (*UNUSED, "prompt_cache_retention", "max_tool_calls")
     no_ops: ClassVar = {
         "access_programs": ({"cyber": "standard"},),
         "background": (False,),
@@ -145,7 +145,8 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
         return chat_body(
             self,
             messages,
-            chat_template_kwargs=self._template_kwargs(template) or None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             tools=tools or None,
             tool_choice=choice,
             parallel_tool_calls=self.parallel_tool_calls,
@@ -156,11 +157,6 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
     def _stated(self) -> dict[str, Any]:
         """Return further fields of the chat."""
         return {}
-
-    def _template_kwargs(self, template: ChatTemplate) -> dict[str, Any]:
-        """Return what the template takes besides, with the effort as it knows it."""
-        effort = None if self.reasoning is None else self.reasoning.effort
-        return thinking(template, effort, "reasoning.effort") | (self.chat_template_kwargs or {})
 
     def _tools(self) -> tuple[list[dict[str, Any]], Any]:
         """Return the tools that may be called, and the choice among them."""

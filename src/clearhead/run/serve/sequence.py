@@ -85,7 +85,7 @@ class ServedSequence(Sequence):
         self.request, self.serving, self.on_update = request, serving, on_update
         self.prompts = prompts_of(m, [text])
         check_request(m.model, request, self.prompts, ends)
-        stream = partial(stream_of, m, self.prompts, stop=request.stop)
+        stream = partial(stream_of, m, request, self.prompts)
         self.sampler = Sampler(m.model, request, replace(ends, stream=stream))
         super().__init__(self.sampler, self.prompts)
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]

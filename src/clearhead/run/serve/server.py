@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clearhead.app.explorer.app import allowed_names, host_name
 from clearhead.errors import BusyError, InputError
-from clearhead.run.serve.answers import error_body
+from clearhead.run.serve.protocol import error_body
 
 LARGEST_BODY = 8_000_000  # bytes
 BODY_SECONDS = 30.0  # for a body to arrive
