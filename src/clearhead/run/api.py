@@ -166,7 +166,11 @@ class Model(Bundle):
         """Answer a conversation, a list of {"role": ..., "content": ...}, by the model's chat template.
 
         An answer has `max_new_tokens` at most; by default 512, or as many as still fit. Options are those of
-        `generate`, and `template`: what the template takes besides, such as tools.
+        `generate`, and:
+            tools: functions that may be called: typed Python functions, or entries as OpenAI's API has them.
+            tool_choice: auto, required, none, or the name of one. parallel_tool_calls: False for one at most.
+            template: what the template takes besides. on_part: called with each new `Part` of the answer.
+        The answer's `message` is the next one of the conversation; `tool_calls` are its calls.
         """
         hooks = Hooks(options.pop("on_text", None), options.pop("cancel", None), options.pop("draft", None))
         if max_new_tokens is not None:

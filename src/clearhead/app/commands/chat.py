@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
 import json
 import os
 import re
@@ -9,7 +11,7 @@ import shutil
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,10 +22,11 @@ import clearhead as ch
 from clearhead.app.commands.common import Folder, load_model, print_notes
 from clearhead.app.commands.models import page_server
 from clearhead.app.commands.requests import GroupedRequest, options_with
-from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.errors import ClearheadError, InputError, first_line, refuse
 from clearhead.run.generate.request import ANSWER_TOKENS, make_request
 
 OPTIONS = options_with(max_new_tokens=ANSWER_TOKENS)
+ROUNDS = 8  # of answers with calls, to one message
 HELP = """\
 /reset         forget the conversation, but not the system message
 /system TEXT   set the system message (no text: none), forget the conversation
@@ -38,6 +41,8 @@ def chat(
     text: str | None = None,
     *,
     system: str | None = None,
+    tools: Path | None = None,
+    yes: bool = False,
     asking: Annotated[GroupedRequest, arg(name="")] = OPTIONS,
     port: int = 0,
     no_open: bool = False,
@@ -49,16 +54,21 @@ def chat(
     Args:
         text (TEXT): what to say first, in place of the lines of stdin
         system: the system message
+        tools: a Python file: the model may call its typed functions, each call once you allow it
+        yes: run every call of --tools without asking
         port: of the page that /look opens; 0: any that is free
         no_open: /look prints its address and opens no browser
 
     For example:
       clearhead chat my-model/
       clearhead chat my-model/ --system "Be brief." --temperature 0.7 --seed 1
+      clearhead chat my-model/ --tools weather.py
       echo "What is a heron?" | clearhead chat my-model/
     """
     given = {"max_new_tokens": asking.stopping.max_new_tokens, **asking.given()}
     make_request(given)  # a mistake is reported before the model is loaded
+    refuse(yes and tools is None, "--yes belongs to --tools: leave it out")
+    functions = {} if tools is None else functions_of(tools)
     model = load_model(folder, device=device, dtype=dtype)
     from clearhead.learn.tasks.generation import chat_template
 
@@ -67,7 +77,7 @@ def chat(
         f"chat needs a decoder with head lm, and this is {model.config.family} with {model.config.head}",
     )
     chat_template(model)  # refuses a model without one
-    talk = Talk(model, given, system, port, browser=not no_open)
+    talk = Talk(model, given, system, port, not no_open, functions, yes)
     for line in lines(text):
         try:
             if talk.take(line):
@@ -79,6 +89,33 @@ def chat(
     if talk.show is not None:  # the page may still compute in threads of C++, which cannot be ended
         sys.stdout.flush()
         os._exit(0)
+
+
+def functions_of(path: Path) -> dict[str, Callable[..., Any]]:
+    """Run a Python file, and return its public functions by name; refuse those without types."""
+    from clearhead.hub.tokens.tools import tools_of
+
+    refuse(not path.is_file() or path.suffix != ".py", f"--tools {path} is not a Python file")
+    name = "clearhead_chat_tools"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(
+            f"--tools {path} cannot be run: {type(error).__name__}: {first_line(error)}"
+        ) from None
+    functions: dict[str, Callable[..., Any]] = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
+    }
+    refuse(
+        not functions, f"--tools {path} has no function: define some, such as def weather(city: str) -> str"
+    )
+    tools_of([*functions.values()])
+    return functions
 
 
 def lines(first: str | None) -> Iterator[str]:
@@ -143,15 +180,24 @@ class Talk:
     """A conversation: its messages, and the commands that begin with a slash."""
 
     def __init__(
-        self, model: ch.Model, options: dict[str, Any], system: str | None, port: int, browser: bool
+        self,
+        model: ch.Model,
+        options: dict[str, Any],
+        system: str | None,
+        port: int,
+        browser: bool,
+        functions: Mapping[str, Callable[..., Any]] | None = None,
+        always: bool = False,
     ) -> None:
+        """`functions` may be called, with `always` without asking."""
         self.model, self.options, self.system, self.port, self.browser = model, options, system, port, browser
-        self.turns: list[dict[str, str]] = []
+        self.functions, self.always = functions or {}, always
+        self.turns: list[dict[str, Any]] = []
         self.read: list[int] = []  # the ids of the last answer, after those of what it answers
         self.show: Callable[[list[int]], str] | None = None
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The whole conversation."""
         lead = [{"role": "system", "content": self.system}] if self.system else []
         return [*lead, *self.turns]
@@ -173,32 +219,77 @@ class Talk:
         return False
 
     def say(self, text: str) -> None:
-        """Answer a message, printing the text as it grows; Ctrl-C keeps what is there."""
+        """Answer a message, and run what the answer calls, as long as it calls anything."""
+        self.turns.append({"role": "user", "content": text})
+        try:
+            for _ in range(ROUNDS):
+                answer = self._answer()
+                self.turns.append(answer)
+                if not answer.get("tool_calls"):
+                    return
+                for call in answer["tool_calls"]:
+                    result = self._run(call["function"]["name"], call["function"]["arguments"])
+                    self.turns.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+            print_notes([f"the model has called functions {ROUNDS} times in a row: its calls end here"])
+        except ClearheadError:
+            if self.turns[-1]["role"] == "user":  # nothing was answered
+                self.turns.pop()
+            raise
+
+    def _answer(self) -> dict[str, Any]:
+        """Return the next answer, printing its text as it grows; Ctrl-C keeps what is there."""
+        from clearhead.hub.tokens.answers import Part
+        from clearhead.hub.tokens.tools import tools_of
         from clearhead.learn.tasks.generation import chat_ids
 
-        messages, streamed = [*self.messages, {"role": "user", "content": text}], list[str]()
-
+        streamed = list[str]()
         out = Printed(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
 
-        def show(row: int, new: str) -> None:
-            streamed.append(new)
-            out.add(new)
+        def show(part: Part) -> None:
+            if part.kind == "content":
+                streamed.append(part.text)
+                out.add(part.text)
+            elif part.kind == "reasoning" and sys.stderr.isatty():  # the answer alone goes to stdout
+                print(f"\033[2m{part.text}\033[0m", end="", file=sys.stderr, flush=True)
 
-        prompt, options = chat_ids(self.model, messages, {}), {"reuse": True, **self.options}
+        tools = tools_of([*self.functions.values()])
+        shown = {"tools": [tool.entry for tool in tools]} if tools else {}
+        prompt, options = chat_ids(self.model, self.messages, shown), {"reuse": True, **self.options}
+        if tools:
+            options["tools"] = tools
         if "overflow" not in options:
             room = self.model.max_length - len(prompt)
             refuse(room < 1, f"the conversation fills the {self.model.max_length:,} tokens: type /reset")
             options["max_new_tokens"] = min(options["max_new_tokens"], room)
-        ids: list[int] = []
+        message: dict[str, Any] = {}
         try:
-            answer = self.model.chat(messages, **options, on_text=show)
-            ids = answer.ids
+            answer = self.model.chat(self.messages, **options, on_part=show)
+            ids, message = answer.ids, answer.message
         except KeyboardInterrupt:
             ids = self.model.text_tokenizer.encode("".join(streamed), add_special_tokens=False).ids
         finally:
-            out.end()
+            if streamed or not message.get("tool_calls"):
+                out.end()
         self.read = [*prompt, *ids]
-        self.turns += [messages[-1], {"role": "assistant", "content": "".join(streamed).strip()}]
+        return {"role": "assistant", **message, "content": "".join(streamed).strip()}
+
+    def _run(self, name: str, arguments: str) -> str:
+        """Run a call if the user allows it; return its result, or what went wrong, for the model."""
+        from clearhead.hub.tokens.tools import call_function
+
+        print_notes([f"call: {name}({arguments})"])
+        allowed = self.always
+        if not allowed and sys.stdin.isatty():
+            allowed = input("run it? [y/N] ").strip().lower() in ("y", "yes")
+        if not allowed:
+            print_notes(["not run" if sys.stdin.isatty() else "not run: --yes runs calls without asking"])
+            return "error: the user did not allow this call"
+        try:
+            result = call_function(self.functions[name], arguments)
+        except Exception as error:  # of the user's own function: the model is told
+            result = f"error: {first_line(error)}"
+        print_notes([f"result: {result}"])
+        return result
 
     def reset(self, rest: str = "") -> None:
         """Forget the conversation."""

@@ -366,6 +366,7 @@ class ChatTemplate:
     def tool_format(self) -> ToolFormat:
         """How answers with tool calls are written."""
         plain = ToolFormat.of(self._source(True))
+        refuse(plain.harmony and not self._reads_tools, "the chat template of this model takes no tools")
         return plain if plain.harmony or not self._reads_tools else plain.probed(self.render)
 
     def reads(self, *names: str) -> bool:

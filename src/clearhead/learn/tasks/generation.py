@@ -510,10 +510,10 @@ def chat(
 ) -> Generation:
     """Answer a conversation: what is generated after its template, up to the end of the turn.
 
-    `options` are fields of a request, `tools`, `tool_choice`, `parallel_tool_calls` and `template`, a mapping
-    of what the template takes besides.
+    `options` are fields of a request, `tools`, `tool_choice`, `parallel_tool_calls`, `template`, a mapping
+    of what the template takes besides, and `on_part`, called with each new part of the answer.
     """
-    own = ("template", "tools", "tool_choice", "parallel_tool_calls")
+    own = ("template", "tools", "tool_choice", "parallel_tool_calls", "on_part")
     plain = {name: value for name, value in options.items() if name not in own}
     parallel = options.get("parallel_tool_calls", True)
     tools = ToolChoice(tools_of(options.get("tools") or []), options.get("tool_choice") or AUTO, parallel)
@@ -522,22 +522,25 @@ def chat(
     if "max_new_tokens" not in request:
         room = ANSWER_TOKENS if "overflow" in request else m.max_length - len(turn.ids)
         request["max_new_tokens"] = max(1, min(ANSWER_TOKENS, room))
-    parser = turn.parser()
-    if parser is None:
+    parser, on_part, tell = turn.parser(), options.get("on_part"), hooks.on_text
+    if parser is None and on_part is None:
         return generate(m, [turn.ids], request, hooks)[0][0]
+    parser = parser or AnswerParser(turn.form, False)
     parts: list[Part] = []
-    tell = hooks.on_text
 
     def keep(new: Sequence[Part]) -> None:
         parts.extend(new)
         for part in new:
             if tell is not None and part.kind == "content":
                 tell(0, part.text)
+            if on_part is not None:
+                on_part(part)
 
-    if tell is not None:
+    streams = tell is not None or on_part is not None
+    if streams:
         hooks = dataclasses.replace(hooks, on_text=lambda _, text: keep(parser.push(text)))
     generation = generate(m, [turn.ids], request, hooks)[0][0]
-    if tell is None:
+    if not streams:
         keep(parser.push(generation.text or ""))
     keep(parser.finish())
     ids: dict[int, str] = {}

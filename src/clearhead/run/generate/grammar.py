@@ -54,6 +54,7 @@ DIRECTIVE = "%llguidance"
 STEPWISE = DIRECTIVE + ' {"no_forcing": true}\n'
 # Where seconds stand: the library takes second 60 in any minute, and readers of JSON in a few of them alone.
 NO_LEAP = {"time": "^.{6}[0-5]", "date-time": "^.{17}[0-5]"}
+MESSAGES = 4  # of gpt-oss before the last one of an answer, at most
 VALUES = ("const", "enum")  # of a schema, which are no schemas
 REMARKS = ("default", "examples", "title", "description", "$comment")  # that no answer is held to
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
@@ -193,7 +194,7 @@ class CallGrammar:
             return f'({places}) (" "? {json_} "json" | " json")? {message}'
 
         return [
-            f"start: other* ({'final | ' if free else ''}call)",
+            f"start: other{{0,{MESSAGES}}} ({'final | ' if free else ''}call)",
             f'other: {channel} ("analysis" | "commentary") {message} TEXT {end} {start} "assistant"',
             f'final: {channel} "final" (" "? {json_} "json")? {message} {final}',
             *self._call(before),

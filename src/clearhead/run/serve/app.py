@@ -59,12 +59,15 @@ class ServedPassages:
         place = max((n for n, one in enumerate(body.messages) if one.get("role") == "user"), default=-1)
         refuse(place < 0, "this server looks for passages by the user's last message, and there is none")
 
+        tools = body.choice_of_tools().shown
+
         def messages(text: str) -> list[dict[str, Any]]:
             new = {**body.messages[place], "content": text}
             return [*body.messages[:place], new, *body.messages[place + 1 :]]
 
         def tokens(text: str) -> int:
-            return len(chat_ids(engine.m, messages(text), body.chat_template_kwargs or {}))
+            more = {**tools, **(body.chat_template_kwargs or {})}
+            return len(chat_ids(engine.m, messages(text), more))
 
         answer = body.max_completion_tokens or body.max_tokens or engine.longest // 4
         content, found = self._before(body.messages[place].get("content"), tokens, engine.longest - answer)
