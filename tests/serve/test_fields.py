@@ -17,6 +17,10 @@ PAIRS = {"model": "judge", "query": "which", "documents": ["one", "two"]}
 BODIES = {
     "/v1/completions": {"model": "writer", "prompt": "ab", "max_tokens": 1},
     "/v1/chat/completions": dict(model="writer", messages=[{"role": "user", "content": "Hi"}], max_tokens=1),
+    "/v1/responses": {"model": "writer", "input": "Hi", "max_output_tokens": 1},
+    "/v1/responses/input_tokens": {"model": "writer", "input": "Hi"},
+    "/v1/messages": dict(model="writer", messages=[{"role": "user", "content": "Hi"}], max_tokens=1),
+    "/v1/messages/count_tokens": {"model": "writer", "messages": [{"role": "user", "content": "Hi"}]},
     "/v1/embeddings": {"model": "reader", "input": "ab"},
     "/v1/classify": {"model": "judge", "input": "ab"},
     "/v1/rerank": PAIRS,
@@ -44,7 +48,10 @@ def post(client, path: str, body) -> tuple[int, str, str | None]:
     raw = json.dumps(body).encode()
     answer = client.post(path, content=raw, headers={"Content-Type": "application/json"})
     error = answer.json().get("error", {}) if answer.status_code != 200 else {}
-    return answer.status_code, error.get("message", ""), error.get("param")
+    message = error.get("message", "")
+    # Anthropic's errors name the field in the message alone.
+    param = message.partition(":")[0] if path.startswith("/v1/messages") else error.get("param")
+    return answer.status_code, message, param
 
 
 def described(client) -> tuple[dict, dict[str, dict]]:
@@ -61,8 +68,8 @@ def takes(parts: dict, schema: dict, value) -> bool:
     """Return whether a value is of the types that a schema names, read as JSON schema says: true is no 1."""
     if "$ref" in schema:
         return takes(parts, parts[schema["$ref"].rpartition("/")[2]], value)
-    if "anyOf" in schema:
-        return any(takes(parts, one, value) for one in schema["anyOf"])
+    if "anyOf" in schema or "oneOf" in schema:
+        return any(takes(parts, one, value) for one in schema.get("anyOf") or schema["oneOf"])
     if "enum" in schema:
         return value in schema["enum"]
     is_of = {

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from clearhead.errors import InputError
+from clearhead.errors import InputError, RequestError
 from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.run.serve import messages_body
 from clearhead.run.serve.answers import template_options
@@ -50,7 +50,7 @@ def test_every_field_of_a_request_works_or_asks_for_nothing_or_is_refused_by_nam
     fields |= fields_of(f"{TYPES}.message_create_params.MessageCreateParamsStreaming")
     check_fields(MessagesBody, LEAST, fields, base | own)
     fields |= fields_of(f"{TYPES}.beta.message_create_params.MessageCreateParamsBase") - {"betas"}  # a header
-    check_fields(MessagesBody, LEAST, fields, base | own)
+    check_fields(MessagesBody, LEAST, fields, base | own | {"thread"})  # which is refused in words of its own
     fields = fields_of(f"{TYPES}.message_count_tokens_params.MessageCountTokensParams")
     check_fields(CountBody, {"messages": [ASKED]}, fields, base)
     sampling = {"temperature": 0.5, "top_p": 0.9, "top_k": 4}  # earlier clients have them
@@ -170,6 +170,9 @@ def test_what_cannot_be_answered_is_refused():
         chat_of(messages=[{"role": "user", "content": [RESULT]}])
     with pytest.raises(InputError, match="the last of messages is the assistant's"):
         chat_of(messages=[ASKED, {"role": "assistant", "content": "a"}])
+    with pytest.raises(RequestError, match="thread: conversations are not kept") as refused:
+        chat_of(thread={"type": "create"})
+    assert refused.value.code == "thread_unsupported_request"
     for choice in ({"type": "tool"}, {"type": "auto", "name": "weather"}):
         with pytest.raises(InputError, match=r"tool_choice\.name"):
             chat_of(tools=[TOOL], tool_choice=choice)
@@ -250,6 +253,7 @@ def test_a_stream_tells_the_answer_that_is_given_whole(display):
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 16,
         "output_tokens": 9,
+        "output_tokens_details": {"thinking_tokens": 4},
     }
 
 
@@ -391,6 +395,35 @@ def test_tools_are_called_and_their_results_are_read(client, address):
     body = {"messages": messages, "max_tokens": 12, "temperature": 0}
     chat = call(address, "/v1/chat/completions", body, Authorization="Bearer k")[1]
     assert after.content[0].text == chat["choices"][0]["message"]["content"]
+
+
+def test_the_tool_runner_of_the_beta_client(client):
+    asked = []
+
+    @anthropic.beta_tool
+    def weather(city: typing.Literal["Oslo", "Rome"]) -> str:
+        """The weather of a city."""
+        asked.append(city)
+        return "rain"
+
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    given = {"messages": [ASKED], "tools": [weather], "tool_choice": choice, "max_iterations": 2}
+    made = list(client.beta.messages.tool_runner(**GIVEN | {"max_tokens": 200}, **given))
+    assert [message.content[0].input["city"] for message in made] == asked
+    assert len(asked) == 2
+
+
+def test_a_full_server_says_so_as_the_client_reads_it(talker):
+    engine = ServeEngine(talker, Limits(waiting=1, running=1))
+    engine.start = lambda: None  # nothing moves
+    with serving({"talker": engine}, drain=0) as at:
+        engine.submit("x")
+        engine.submit("x")
+        client = anthropic.Anthropic(base_url=at, api_key="k", max_retries=0)
+        with pytest.raises(anthropic.RateLimitError) as refused:
+            client.messages.create(messages=[ASKED], **GIVEN)
+        assert refused.value.type == "rate_limit_error"
+        engine.waiting.clear()
 
 
 def test_more_than_the_context_holds_ends_with_it(client, talker):

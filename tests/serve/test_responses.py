@@ -409,6 +409,17 @@ def test_tools_are_called_and_their_results_are_read(client):
         client.responses.create(**GIVEN, input=[result])
 
 
+class Weather(BaseModel):
+    city: typing.Literal["Oslo", "Rome"]
+
+
+def test_arguments_are_parsed_as_the_client_s_models(client):
+    tool = openai.pydantic_function_tool(Weather, name="weather")
+    given = {**GIVEN, "max_output_tokens": 200, "tools": [tool], "tool_choice": "required", "input": "Hi"}
+    made = client.responses.parse(**given, parallel_tool_calls=False)
+    assert isinstance(made.output[0].parsed_arguments, Weather)
+
+
 def test_responses_are_kept_for_their_key_alone(client, address):
     first = client.responses.create(input="One", **GIVEN)
     assert client.responses.retrieve(first.id).output_text == first.output_text

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import pytest
+from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import Field
@@ -19,6 +20,7 @@ from clearhead.errors import InputError
 from clearhead.hub.tokens.answers import AnswerParser, ReadAnswer
 from clearhead.hub.tokens.chat import KNOWN, ChatTemplate
 from clearhead.hub.tokens.tools import Tool, ToolFormat, call_function, tools_of
+from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from tests import harness
@@ -329,3 +331,47 @@ def test_a_cut_call_ends_by_its_length(client):
     given = {"model": "m", "messages": ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 40}
     answer = client.chat.completions.create(**given).choices[0]
     assert answer.finish_reason == "length"
+
+
+@pytest.mark.parametrize("name", ["qwen25", "mistral_tools", "deepseek_tools", "llama31"])
+def test_other_apis_call_tools_in_the_format_of_the_model(model, name):
+    """A call by `/v1/responses` and `/v1/messages`, and its result: the same tokens as by the chat."""
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    theirs = [
+        {"name": tool["name"], "description": tool["description"], "input_schema": tool["parameters"]}
+        for tool in flat
+    ]
+    drawn = {"model": "m", "temperature": 1.0, "seed": 5}
+    with TestClient(make_server({"m": ServeEngine(with_template(model, name), Limits(block=16))})) as client:
+        client.headers["Host"] = "127.0.0.1"
+
+        def post(path: str, **body: Any) -> dict[str, Any]:
+            answer = client.post(f"/v1/{path}", json=drawn | body)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        one = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 900}
+        message = post("chat/completions", messages=ASKED, **one)["choices"][0]["message"]
+        (called,) = message["tool_calls"]
+        one = {"tools": flat, "tool_choice": "required", "parallel_tool_calls": False}
+        response = post("responses", input=ASKED, **one, max_output_tokens=900)
+        (call,) = response["output"]
+        assert (call["name"], call["arguments"]) == (
+            called["function"]["name"],
+            called["function"]["arguments"],
+        )
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        answer = post("messages", messages=ASKED, tools=theirs, tool_choice=choice, max_tokens=900)
+        (use,) = answer["content"]
+        assert (use["name"], use["input"]) == (call["name"], json.loads(call["arguments"]))
+
+        told = {"role": "tool", "tool_call_id": called["id"], "content": "rain"}
+        chat = post("chat/completions", messages=[*ASKED, message, told], tools=TOOLS, max_tokens=8)
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "rain"}
+        more = {"input": [result], "previous_response_id": response["id"], "tools": flat}
+        usage = post("responses", **more, max_output_tokens=8)["usage"]
+        assert usage["total_tokens"] == chat["usage"]["total_tokens"]
+        block = {"type": "tool_result", "tool_use_id": use["id"], "content": "rain"}
+        after = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": [block]}]
+        usage = post("messages", messages=[*ASKED, *after], tools=theirs, max_tokens=8)["usage"]
+        assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]

@@ -381,6 +381,13 @@ class ChatChoices(Choices):
         called = any(part.kind == "call" for part in self._parts.get(number, ()))
         return "tool_calls" if called and reason == "stop" else reason
 
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens, with those of reasoning where there was any."""
+        usage, encode = super().usage(), self.engine.m.text_tokenizer.encode
+        thought = [self.read(number).reasoning for number in self._parts]
+        count = sum(len(encode(text, add_special_tokens=False).ids) for text in thought if text)
+        return usage | ({"completion_tokens_details": {"reasoning_tokens": count}} if count else {})
+
     def _said(self, update: Update) -> list[dict[str, Any]]:
         parts = self.parts(update.number, update.text, update.ended)
         return [{"delta": self._delta(update.number, part)} for part in parts]

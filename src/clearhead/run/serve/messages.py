@@ -100,11 +100,13 @@ class Answer:
         """Return the tokens: those of the prompt that were cached are counted apart."""
         usage = self.choices.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
+        thought = usage.get("completion_tokens_details", {}).get("reasoning_tokens")
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
+            **({"output_tokens_details": {"thinking_tokens": thought}} if thought else {}),
         }
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from clearhead.errors import refuse
+from clearhead.errors import RequestError, refuse
 from clearhead.hub.tokens.chat import REASONING, ChatTemplate
+from clearhead.hub.tokens.tools import MOST_TOOLS
 from clearhead.run.serve.blocks import Caller, Name, call_of, chat_body, content_of, function_of
 from clearhead.run.serve.protocol import (
     Body,
@@ -209,20 +210,24 @@ class CountBody(with_options(Body, but=("max_tokens", "stop"))):  # type: ignore
     # The second row is of the client's beta routes.
     no_ops: ClassVar[dict[str, tuple[Any, ...]]] = (
         {"container": (), "diagnostics": (), "inference_geo": (), "speed": ("standard",)}
-        | dict.fromkeys(("context_management", "compaction", "thread", "billing_policy"), ())
+        | dict.fromkeys(("context_management", "compaction", "billing_policy"), ())
         | {"mcp_servers": ([],), "fallbacks": ([],), "fallback_credit_token": ()}
     )
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
     system: Texts | None = None
-    tools: Annotated[list[ClientTool], Field(max_length=1000, fail_fast=True)] | None = None
+    tools: Annotated[list[ClientTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: Fields | None = None
+    thread: Fields | None = None  # of the beta routes; their clients go on without where it is refused so
 
     def chat(self, template: ChatTemplate, **more: Any) -> ChatBody:
         """Return the chat that this request comes down to."""
+        if self.thread is not None:
+            line = "thread: conversations are not kept here: leave it out, and send all messages"
+            raise RequestError(line, "thread_unsupported_request", param="thread")
         refuse(
             self.messages[-1].role == "assistant",
             "the last of messages is the assistant's, which is not continued: end with one of the user's",

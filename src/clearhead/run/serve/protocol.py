@@ -369,7 +369,9 @@ def error_body(error: BaseException, status: int = 400, path: str = "") -> dict[
     line = str(error) if mine else f"something went wrong: {type(error).__name__}"
     if path.startswith(MESSAGES):
         kind = KINDS.get(status, "invalid_request_error") if mine and status < 500 else "api_error"
-        return {"type": "error", "error": {"type": kind, "message": line}}
+        told = {"type": kind, "message": line}
+        code = getattr(error, "code", None)
+        return {"type": "error", "error": told | ({"details": {"error_code": code}} if code else {})}
     kind = "invalid_request_error" if mine else "server_error"
     param, code = getattr(error, "param", None), getattr(error, "code", CODES.get(status))
     return {"error": {"message": line, "type": kind, "param": param, "code": code}}

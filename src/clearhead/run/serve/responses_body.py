@@ -7,6 +7,7 @@ from pydantic import Field
 
 from clearhead.errors import refuse
 from clearhead.hub.tokens.chat import ChatTemplate
+from clearhead.hub.tokens.tools import MOST_TOOLS
 from clearhead.run.serve.blocks import Name, chat_body, function_of
 from clearhead.run.serve.items import Items, messages_of
 from clearhead.run.serve.protocol import (
@@ -49,7 +50,7 @@ class AllowedTools(FewFields):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=1000)]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
 class TextFormat(FewFields):
@@ -124,7 +125,7 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
     input: Text | Items | None = None
     instructions: Text | None = None
     previous_response_id: Name | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=1000, fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[FunctionChoice | AllowedTools, Field(discriminator="type")]
