@@ -56,7 +56,7 @@ class Memory:
     def find(self, owner: str, id: str, param: str = "response_id") -> Kept:
         """Return a response; one of another owner is not there."""
         if id not in self._of[owner]:
-            code = "previous_response_not_found" if param == "previous_response_id" else "not_found"
+            code = "not_found" if param == "response_id" else "previous_response_not_found"
             raise RequestError(
                 f'response "{id:.100}" is not here: it was not kept, or not for long', code, 404, param
             )
@@ -183,9 +183,7 @@ class Answer:
     def _response(self, status: str, **known: Any) -> dict[str, Any]:
         """Return the response as it is now: what was asked, and what is known."""
         body = self.body
-        asked = body.model_dump(by_alias=True, exclude_none=True)
-        text = {"format": {"type": "text"}, "verbosity": "medium"} | asked.get("text", {})
-        tools = [tool.model_dump(include=SHOWN) for tool in body.tools or ()]
+        asked = body.model_dump(by_alias=True, exclude_none=True, include={"text", "reasoning", "tool_choice"})
         return {
             "id": self.id,
             "object": "response",
@@ -206,9 +204,9 @@ class Answer:
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": text,
+            "text": {"format": {"type": "text"}, "verbosity": "medium"} | asked.get("text", {}),
             "tool_choice": asked.get("tool_choice", "auto"),
-            "tools": tools,
+            "tools": [tool.model_dump(include=SHOWN) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
