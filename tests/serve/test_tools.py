@@ -136,6 +136,19 @@ def test_reasoning_is_apart_from_content():
     assert read(form, ["<think>\nand so"], calls=False) == ReadAnswer("", "and so", [])
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_goes_back_into_its_conversation(name):
+    """What was read of an answer is a message that the same template takes."""
+    template = ChatTemplate(TEMPLATES[name], NAMES)
+    form = template.answer_format
+    thought = "" if form.thinking is None else f"{form.thinking[0]}\nhm\n{form.thinking[1]}\n\n"
+    answer = read(
+        form, [f"{thought}Yes." if not form.harmony else "<|channel|>final<|message|>Yes."], calls=False
+    )
+    assert answer.content == "Yes."
+    assert "Yes." in template.render([*ASKED, answer.message, *ASKED])
+
+
 # Arguments --------------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,7 @@ CHATS = {
 # Fields that a template must name to be given them: transformers drops the others without a word.
 READS = {
     "tools": lambda text: "tool_calls" in text and "tools" in text,
-    "reasons": lambda text: "hinking" in text,
+    "reasons": lambda text: "hinking" in text or "</think>" in text,  # the latter leave thoughts out
 }
 
 

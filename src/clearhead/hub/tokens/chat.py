@@ -496,7 +496,8 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
         and not _reads(source, name)
         and not (name == "name" and message.get("role") == "tool")  # the call that it answers names it too
     ]
-    if reasons is not None and not any(_reads(source, name) for name in REASONING):
+    drops = ToolFormat.of(source).thinking is not None  # such templates leave out what was thought before
+    if reasons is not None and not drops and not any(_reads(source, name) for name in REASONING):
         unread.append(next(name for name in REASONING if message.get(name) is not None))
     refuse(unread, f'"{place}.{"".join(unread[:1])}" is not read by the chat template: leave it out')
     refuse(not isinstance(message.get("role"), str), f"{place}.role must be a text, such as user")
