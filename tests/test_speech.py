@@ -24,12 +24,13 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 
 import clearhead as ch
 from clearhead.app.commands.common import writing
-from clearhead.app.commands.speech import as_format
 from clearhead.hub.openai_whisper import CODES, LANGUAGES, read_vocabulary, rules_of, unpack
 from clearhead.hub.preprocessor import Spectrogram
 from clearhead.learn.data.sounds import read_sound, resampled
+from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback
 from clearhead.learn.tasks.results import Segment
-from clearhead.learn.tasks.speech import Fallback, Timestamps, WindowBatch, make_fallback, segments_of
+from clearhead.learn.tasks.subtitles import as_format
+from clearhead.learn.tasks.timestamps import Timestamps, segments_of
 from tests.harness import byte_tokenizer
 from tests.hub.packages import packaged
 from tests.parity.harness import reference

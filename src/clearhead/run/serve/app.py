@@ -25,7 +25,9 @@ from clearhead.learn.tasks.generation import chat_ids
 from clearhead.run.generate.stream import token_texts
 from clearhead.run.serve import answers, protocol
 from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, choices_of, error_body
+from clearhead.run.serve.audio import add_audio
 from clearhead.run.serve.engine import ServeEngine
+from clearhead.run.serve.pooling import PoolingRequest
 from clearhead.run.serve.protocol import ChatBody, CompletionBody
 from clearhead.run.serve.server import OWNER, RETRY_AFTER, Admission, Guard
 from clearhead.run.serve.status import Metrics, add_page
@@ -188,7 +190,10 @@ def make_server(
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
         """Let the engine read inputs, as long as the client waits."""
         note(engine, inputs)
-        one = engine.read(inputs, run)
+        return await waited(engine.read(inputs, run), request)
+
+    async def waited(one: PoolingRequest, request: Request) -> Sequence[Any]:
+        """Wait for what the engine reads; cancel it when the client goes."""
         while not await run_in_threadpool(one.done.wait, LOOK):
             if await request.is_disconnected():
                 one.cancelled = True
@@ -300,6 +305,7 @@ def make_server(
     async def figures() -> Response:
         return PlainTextResponse(metrics.text(engines))
 
+    add_audio(app, engine_of, note, waited)
     if page:
         add_page(app, engines, host)
     begun = int(time.time())
