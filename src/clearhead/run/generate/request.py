@@ -29,6 +29,7 @@ GROUPS = {  # of options, by what they are about, in the order of the command's 
     "repetition": "Penalties on tokens that were generated before.",
     "token": "Tokens that must, or must not, be generated.",
     "structured": "Structured output: JSON schema, regular expression or grammar.",
+    "infilling": "Fill-in-the-middle, by models of code.",
     "overflow": "Texts longer than the model's context.",
     "speculative": "Speculative decoding: the same text in fewer steps.",
     "speed": "Compilation, KV cache quantization, early exit; only early exit may change the text.",
@@ -246,6 +247,11 @@ class Request:
         None, "generate a text of this grammar, in the notation of Lark or GBNF", "structured", http="grammar"
     )
 
+    suffix: str | None = option(
+        None, "the text that follows: generate what stands between the prompt and it", "infilling",
+        http="suffix",
+    )
+
     overflow: Literal["refuse", "window", "slide", "stream"] = option(
         "refuse", "a text too long for the model: refuse it, cut its prompt (window), compute its last "
         "tokens anew for each token (slide), or keep its first and its last ones alone (stream)", "overflow",
@@ -318,6 +324,10 @@ class Request:
                 value is not None and self.overflow != "stream",
                 f'{name} {value} with overflow "{self.overflow}": it belongs to overflow "stream"',
             )
+        refuse(
+            self.suffix and self.overflow != "refuse",
+            f'suffix with overflow "{self.overflow}": a prompt with a suffix is never cut: leave one out',
+        )
         refuse(
             self.num_return > self.num_beams,
             f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams",
@@ -422,6 +432,7 @@ class RequestOptions(TypedDict, total=False):
     json_schema: str | Mapping[str, Any] | None
     regex: str | None
     grammar: str | None
+    suffix: str | None
     overflow: Literal["refuse", "window", "slide", "stream"]
     sinks: int | None
     stream_window: int | None

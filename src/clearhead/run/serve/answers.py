@@ -52,6 +52,7 @@ def choices_of(engine: ServeEngine, name: str, body: CompletionBody | ChatBody, 
     else:
         most, echo = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens, bool(body.echo)
         refuse(most == 0 and not echo, "max_tokens 0 generates nothing: ask for 1 or more, or for echo")
+        refuse(echo and body.suffix, "echo with suffix: the prompt has tokens around it: leave echo out")
         refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
         prompts = body.prompts()
     serving = ServeOptions(
