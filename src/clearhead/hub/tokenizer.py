@@ -236,8 +236,7 @@ def check_infilling(settings: Mapping[str, Any], texts: Iterable[str]) -> None:
     fill = token_text(settings.get("fill_token", "<FILL_ME>")) if named.startswith("CodeLlama") else None
     refuse(
         bool(fill) and any(str(fill) in text for text in texts),
-        f"a text has {fill}, which asks for infilling: write the parts yourself, "
-        "as ▁<PRE> before ▁<SUF>after ▁<MID>",
+        f"a text has {fill}, which asks for infilling: give what comes after it as suffix",
     )
 
 

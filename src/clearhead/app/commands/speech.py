@@ -6,18 +6,13 @@ import json as jsonlib
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from clearhead.app.commands.common import Folder, check_apart, load_model, print_notes, writing
 from clearhead.app.commands.texts import Input, results
 from clearhead.errors import ClearheadError, InputError, refuse
-
-if TYPE_CHECKING:
-    from clearhead.learn.tasks.results import Segment, Transcription
-
-SUFFIXES = ("txt", "srt", "vtt")  # formats of which each sound has a file
+from clearhead.learn.tasks.subtitles import SUFFIXES, as_format, body, lines
 
 
 def transcribe(
@@ -27,6 +22,8 @@ def transcribe(
     language: str | None = None,
     task: Literal["transcribe", "translate"] = "transcribe",
     timestamps: bool = False,
+    words: bool = False,
+    prompt: str | None = None,
     format: Literal["txt", "srt", "vtt", "json"] | None = None,
     max_new_tokens: int | None = None,
     temperature: tuple[float, ...] = (0.0,),
@@ -48,6 +45,8 @@ def transcribe(
         language: what is spoken, such as de or german; default: what the model hears
         task: write down what is said, or its English translation
         timestamps: segments, each with the time when it begins and ends
+        words: words, each with the time when it begins and ends; in --json beside the segments
+        prompt: text before the transcript: names, spelling and style that the model takes up
         format: segments as OpenAI's program writes them: lines or subtitles; json: --json with times
         max_new_tokens: tokens of a window at most; default: what the model has room for
         temperature (T): how freely tokens are drawn, 0: the best each time; several are tried in order
@@ -63,6 +62,7 @@ def transcribe(
     For example:
       clearhead transcribe whisper/ talk.wav
       clearhead transcribe whisper/ talk.flac --timestamps
+      clearhead transcribe whisper/ talk.flac --words
       clearhead transcribe whisper/ talk.wav --format srt --output talk.srt
       clearhead transcribe whisper/ rede.wav --language german --task translate
       clearhead transcribe whisper/ talk.wav --temperature 0 0.2 0.4 0.6 0.8 1
@@ -72,12 +72,14 @@ def transcribe(
     refuse(max_new_tokens is not None and max_new_tokens < 1, f"max-new-tokens {max_new_tokens} is below 1")
     refuse(json and format is not None, f"--json and --format {format} were both given: leave one out")
     single, whole = len(files) == 1, format if format in SUFFIXES else None
+    refuse(words and whole, f"--words and --format {format} were both given: words go with json, or alone")
     refuse(single and not files[0].is_file(), f"{files[0]} is no file: give a sound file")
     check_apart(output, files)
     targets = {} if whole is None else _targets(files, whole, output)
     model = load_model(folder, tokenizer, device, dtype)
     options: dict[str, Any] = {
         **{"language": language, "task": task, "timestamps": timestamps or format is not None},
+        **{"words": words, "prompt": prompt},
         **{"max_new_tokens": max_new_tokens, "batch_size": batch_size},
         **{"temperature": temperature, "seed": seed},
         "compression_ratio_threshold": compression_ratio_threshold,
@@ -108,13 +110,15 @@ def transcribe(
                 if json or format == "json":
                     write(jsonlib.dumps({"file": name, "error": str(transcript)}))
             elif json or format == "json":
-                write(jsonlib.dumps({"file": name, **body(transcript)}, ensure_ascii=False))
+                write(jsonlib.dumps({"file": name, **body(transcript, words)}, ensure_ascii=False))
             elif whole is not None:
                 with writing(targets.get(Path(name))) as write_whole:
                     if text := as_format(transcript.segments, whole):
                         write_whole(text)
             else:
-                shown = (f"{'' if single else f'{name}: '}{line}" for line in lines(transcript, timestamps))
+                shown = (
+                    f"{'' if single else f'{name}: '}{line}" for line in lines(transcript, timestamps, words)
+                )
                 for line in shown:
                     write(line)
     if failed:
@@ -139,43 +143,3 @@ def _targets(files: Sequence[Path], format: str, output: Path | None) -> dict[Pa
     for target in targets.values():
         check_apart(target, files)
     return targets
-
-
-def body(transcript: Transcription) -> dict[str, Any]:
-    """Return a transcript as JSON values."""
-    values = {name: getattr(transcript, name) for name in ("text", "language", "seconds")}
-    values["segments"] = [
-        {"start": segment.start, "end": segment.end, "text": segment.text} for segment in transcript.segments
-    ]
-    windows = [asdict(window) for window in transcript.windows]
-    return values | ({"windows": windows} if windows else {})
-
-
-def as_format(segments: Sequence[Segment], format: str) -> str:
-    """Return segments as OpenAI's program writes a file of this format, but for its last end of line."""
-    if format == "txt":
-        return "\n".join(segment.text.strip() for segment in segments)
-    mark, hours = (",", True) if format == "srt" else (".", False)
-    parts = ["WEBVTT\n"] if format == "vtt" else []
-    for number, segment in enumerate(segments, start=1):
-        times = f"{_clock(segment.start, mark, hours)} --> {_clock(segment.end, mark, hours)}"
-        text = segment.text.strip().replace("-->", "->")  # which would be read as times
-        parts.append("\n".join([*([str(number)] if format == "srt" else []), times, f"{text}\n"]))
-    return "\n".join(parts)
-
-
-def lines(transcript: Transcription, timestamps: bool) -> list[str]:
-    """Return a transcript as text: one line, or one with its times for each segment; of silence none."""
-    if not timestamps:
-        return [transcript.text] if transcript.text else []
-    return [
-        f"[{_clock(segment.start)} --> {_clock(segment.end)}] {segment.text}"
-        for segment in transcript.segments
-    ]
-
-
-def _clock(seconds: float, mark: str = ".", always_hours: bool = False) -> str:
-    minutes, rest = divmod(round(seconds * 1000), 60_000)
-    hours, minutes = divmod(minutes, 60)
-    shown = f"{hours:02}:" if hours or always_hours else ""
-    return f"{shown}{minutes:02}:{rest // 1000:02}{mark}{rest % 1000:03}"

@@ -4,6 +4,7 @@ Shapes: N samples.
 """
 
 import io
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,13 @@ LOUDEST = 1e6  # of a sample; full scale is 1, or 32,768 where somebody forgot t
 STREAMED = 0x7FFFF000  # a WAV of this size or more was written before its length was known
 
 
-def read_sound(path: Path | io.BytesIO, rate: int, most: float = MOST_SECONDS) -> Samples:
-    """Return a file as one channel [N] of `rate` samples a second: the mean of its channels, resampled."""
+def read_sound(
+    path: Path | io.BytesIO, rate: int, most: float = MOST_SECONDS, most_samples: float = math.inf
+) -> Samples:
+    """Return a file as one channel [N] of `rate` samples a second: the mean of its channels, resampled.
+
+    A file of more than `most` seconds, or of more than `most_samples` before it is resampled, is refused.
+    """
     name = str(path) if isinstance(path, Path) else "the sound"
     refuse(isinstance(path, Path) and not path.is_file(), f"{name} is no file: give a sound file; {FORMATS}")
     size = path.stat().st_size if isinstance(path, Path) else len(path.getbuffer())
@@ -42,7 +48,7 @@ def read_sound(path: Path | io.BytesIO, rate: int, most: float = MOST_SECONDS) -
                 file.samplerate not in RATES,
                 f"{name} has {file.samplerate:,} samples a second: {RATES[0]:,} to {RATES[-1]:,} are read",
             )
-            samples = np.concatenate([np.zeros(0, np.float32), *_mixed(file, name, most)])
+            samples = np.concatenate([np.zeros(0, np.float32), *_mixed(file, name, most, most_samples)])
             return resampled(samples, file.samplerate, rate, name)
     except InputError:
         raise
@@ -68,12 +74,13 @@ def missing_bytes(path: Path | io.BytesIO) -> int:
     return 0
 
 
-def _mixed(file: Any, name: str, most: float) -> Iterator[Samples]:
+def _mixed(file: Any, name: str, most: float, most_samples: float) -> Iterator[Samples]:
     """Yield the mean of a file's channels, block by block: whatever its header says, no more is held."""
-    left = int(most * file.samplerate)
+    left = allowed = int(min(most * file.samplerate, most_samples))
+    hours = allowed / file.samplerate / 3600
     while len(block := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
         left -= len(block)
-        refuse(left < 0, f"{name} holds more than {most / 3600:g} hours of sound: cut it into several files")
+        refuse(left < 0, f"{name} holds more than {hours:g} hours of sound: cut it into several files")
         yield block.mean(axis=1)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
-from clearhead.errors import InputError, nearest, refuse
+from clearhead.errors import InputError, RequestError, nearest, refuse
 from clearhead.hub.files import reading
 from clearhead.hub.sentencepiece import token_text
 from clearhead.hub.tokenizer import TEMPLATE, templates_of
@@ -31,6 +31,7 @@ from clearhead.hub.tokens.training import SpecialTokens
 from clearhead.hub.vocabularies import ROLES
 from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
+from clearhead.learn.tasks.infilling import infilled, infilling_ends
 from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Generation, Score
 from clearhead.run.bundle import Bundle
@@ -116,8 +117,12 @@ def asked_for(
     hooked = hooks != NO_HOOKS
     request = make_request(with_own(m.own_options, options, hooked))
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
-    texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
-    stop_ids = _stop_ids(m, request.stop_tokens)
+    suffix = request.suffix
+    if suffix:
+        texts = [infilled(m, prompt, suffix) for prompt in prompts]
+    else:
+        texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
+    stop_ids = _stop_ids(m, request.stop_tokens) | (infilling_ends(m) if suffix else set())
     refuse(
         (request.stop or hooks.on_text) and m.tokenizer is None,
         "stop strings and streaming need text, and the model has no tokenizer: leave them out",
@@ -476,6 +481,9 @@ def turn_of(
     A template that refuses to be probed for the end of a turn leaves it to the model's own tokens. An answer
     that may call tools is held to their schemas, and, in `options`, to a JSON schema where it calls none.
     """
+    if options.get("suffix"):
+        line = "suffix with a conversation: an answer has nothing after it: leave suffix out"
+        raise RequestError(line, "unsupported_parameter", param="suffix")
     template, options = chat_template(m), dict(options)
     text = clean(template.render(messages, **{**tools.shown, **more}))
     try:

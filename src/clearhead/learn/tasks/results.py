@@ -1,7 +1,7 @@
 """What the tasks return. This file needs no PyTorch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from clearhead.hub.tokens.answers import ReadAnswer
@@ -129,6 +129,17 @@ class Segment:
     start: float  # seconds from the beginning of the sound
     end: float
     text: str
+    ids: list[int] = field(default_factory=list)  # its tokens, those for times among them
+    window: int = 0  # the number of the window it was heard in, as they are counted in `windows`
+
+
+@dataclass(frozen=True)
+class SpokenWord:
+    """A word of a transcript, with the punctuation at it, and when it was spoken."""
+
+    start: float  # seconds from the beginning of the sound
+    end: float
+    text: str
 
 
 @dataclass(frozen=True)
@@ -153,3 +164,4 @@ class Transcription:
     ids: list[int]  # the new tokens of all windows, those for times among them
     seconds: float  # how long the sound is
     windows: tuple[WindowReading, ...] = ()  # as they were judged; none where no threshold is on
+    words: tuple[SpokenWord, ...] = ()  # where they were asked for

@@ -2,21 +2,17 @@
 
 A window is as long as the encoder has positions, mostly 30 seconds. A longer sound is read by windows that
 begin where the last segment of the one before ended, so its transcript has times whether they are asked for
-or not. A window of several sounds is read together; each comes out as it would alone.
-
-Temperature fallback: a window whose transcript repeats itself or is improbable is drawn again, warmer. A
-transcript is taken when it passes both thresholds, and in any case at the last temperature. A window that is
-improbable and in which the model hears no speech is skipped, at one temperature too. The measures and the
-decisions are those of transformers' long-form generation; to skip a window, OpenAI's program measures and
-decides the same.
+or not. A window of several sounds is read together; each comes out as it would alone. How a window is read,
+drawn again or skipped is in `fallback`, the rules of times in `timestamps`, when each word was spoken in
+`word_times`.
 
 Shapes: B windows read together, N samples, T frames of a window, M mel bands, V vocabulary.
 """
 
+import functools
 import io
 import math
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -26,166 +22,28 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.core.dtypes import wide
-from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.openai_whisper import CODES, LANGUAGES
 from clearhead.hub.preprocessor import Spectrogram, spectrogram_of
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.data.sounds import Samples, read_sound, resampled
+from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback, read_windows
 from clearhead.learn.tasks.reading import fitting
-from clearhead.learn.tasks.results import Segment, Transcription, WindowReading
+from clearhead.learn.tasks.results import Segment, SpokenWord, Transcription, WindowReading
+from clearhead.learn.tasks.timestamps import Timestamps, segments_of
+from clearhead.learn.tasks.word_times import (
+    alignment_heads,
+    median_width,
+    read_again,
+    split_words,
+    token_positions,
+)
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate import sequence
 from clearhead.run.generate.decode import decode
-from clearhead.run.generate.request import REMOVED, Request, make_request, with_own
-from clearhead.run.generate.sequence import Ends, Prompts, Rule
-from clearhead.run.generate.steps import Steps
+from clearhead.run.generate.request import Request, make_request, with_own
+from clearhead.run.generate.sequence import Ends, Prompts
 from clearhead.variants.contexts import evaluating
-
-USUAL = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """The temperatures to try in order, and what makes the next one be tried."""
-
-    temperatures: tuple[float, ...] = (0.0,)
-    compression_ratio_threshold: float = math.inf
-    logprob_threshold: float = -math.inf
-    no_speech_threshold: float = math.inf
-
-    @property
-    def judges(self) -> bool:
-        """Whether any transcript can fail."""
-        return self.compression_ratio_threshold < math.inf or self.logprob_threshold > -math.inf
-
-
-def make_fallback(
-    temperature: float | Sequence[float], thresholds: Mapping[str, float | None], stated: Mapping[str, Any]
-) -> Fallback:
-    """Return the temperatures to try in order, and the thresholds by name.
-
-    A threshold that is None is what generation_config.json (`stated`) says, else the usual one.
-    """
-    single = isinstance(temperature, int | float)
-    temperatures = (temperature,) if isinstance(temperature, int | float) else tuple(temperature)
-    refuse(not temperatures, "temperature names none: give one number, or several to try in order")
-    for number in temperatures:
-        refuse(
-            isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < math.inf,
-            f"temperature {number!r} must be a number, 0 (the best token each time) or more",
-        )
-    named = {name: stated.get(name) if thresholds.get(name) is None else thresholds[name] for name in USUAL}
-    for name, value in named.items():
-        refuse(
-            value is not None and (not isinstance(value, int | float) or math.isnan(value)),
-            f"{name} {value!r} must be a number; {getattr(Fallback, name)} switches it off",
-        )
-    used = {name: USUAL[name] if value is None else float(value) for name, value in named.items()}
-    fallback = Fallback(tuple(map(float, temperatures)), **used)
-    refuse(
-        not single and len(temperatures) > 1 and not fallback.judges,
-        f"{len(temperatures)} temperatures with no threshold: the second would never be tried, so leave the "
-        "others out, or give compression_ratio_threshold or logprob_threshold",
-    )
-    return fallback
-
-
-@dataclass
-class Likelihood:
-    """A rule of decoding that adds up how probable the chosen tokens were, after all rules that came before.
-
-    Temperature comes later and does not count. A row is known by its list of new tokens, which grows.
-    """
-
-    rule: Rule | None
-    sums: dict[int, float] = field(default_factory=dict)
-    last: dict[int, Tensor] = field(default_factory=dict)  # log-probabilities at the row's last step: V
-
-    def __call__(self, logits: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Apply the rule, and note the distribution: [B, V] -> [B, V]."""
-        logits = logits if self.rule is None else self.rule(logits, rows)
-        for values, ids in zip(logits.float().log_softmax(-1), rows):
-            if ids:
-                self.sums[id(ids)] = self.sums.get(id(ids), 0.0) + float(self.last[id(ids)][ids[-1]])
-            self.last[id(ids)] = values
-        return logits
-
-    def mean(self, row: sequence.Sequence, tokens: Sequence[int]) -> float:
-        """Return the mean log-probability of a row's tokens, the one that ended it among them."""
-        return (self.sums.get(id(row.ids), 0.0) + float(self.last[id(row.ids)][tokens[-1]])) / len(tokens)
-
-
-def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
-    """Return how much shorter zlib makes the ids, as bytes: text that repeats itself shrinks most."""
-    width = int(math.log2(vocab_size) / 8) + 1
-    raw = b"".join(token.to_bytes(width, "little") for token in tokens)
-    return len(raw) / len(zlib.compress(raw))
-
-
-@dataclass(frozen=True)
-class WindowBatch:
-    """Windows that are read together, B of them, and how."""
-
-    model: Transformer  # the one that says how probable silence is
-    runner: Transformer  # the same, as it decodes
-    steps: Steps | None
-    request: Request
-    ends: Ends
-    prompts: Prompts  # what each transcript begins with, and the windows B T M
-    starts: Sequence[float]  # seconds from the beginning of each sound
-    silence: int | None  # id of the token that says that nothing is said, after the first of a prompt
-
-    def read(
-        self, numbers: Sequence[int], temperature: float, likely: Likelihood | None = None
-    ) -> list[sequence.Sequence]:
-        """Transcribe some of the windows, by their numbers."""
-        ids, source = [self.prompts.ids[number] for number in numbers], self.prompts.source
-        prompts = Prompts(ids, None if source is None else source[list(numbers)])
-        request = replace(self.request, temperature=temperature)
-        ends = self.ends if likely is None else replace(self.ends, rule=likely)
-        return decode(self.runner, request, prompts, ends, steps=self.steps)
-
-    def no_speech(self, number: int) -> float | None:
-        """Return the probability that nothing is said in a window; None: the model has no token for it."""
-        if self.silence is None or self.prompts.source is None:
-            return None
-        source = self.prompts.source[number : number + 1]
-        first = torch.tensor([self.prompts.ids[number][:1]], device=source.device)
-        logits = self.model(first, source=source).logits[0, -1]
-        return float(logits.float().softmax(-1)[self.silence])
-
-
-def read_windows(windows: WindowBatch, fallback: Fallback) -> list[tuple[list[int], WindowReading | None]]:
-    """Return of each window its new tokens, none of a skipped one, and how they were judged, if they were."""
-    left = list(range(len(windows.starts)))
-    if not fallback.judges:
-        return [(row.ids, None) for row in windows.read(left, fallback.temperatures[0])]
-    size, end = windows.model.config.vocab_size, min(windows.ends.stop_ids, default=0)
-    readings: dict[int, tuple[list[int], WindowReading]] = {}
-    quiet: dict[int, float | None] = {}
-    for temperature in fallback.temperatures:
-        likely, again = Likelihood(windows.ends.rule), []
-        for number, row in zip(left, windows.read(left, temperature, likely)):
-            tokens = [*row.ids, end] if row.stop_reason == "eos" else row.ids
-            ratio, logprob = compression_ratio(tokens, size), likely.mean(row, tokens)
-            improbable = logprob < fallback.logprob_threshold
-            if improbable and number not in quiet:
-                quiet[number] = windows.no_speech(number)
-            unheard = quiet.get(number)
-            skipped = improbable and unheard is not None and unheard > fallback.no_speech_threshold
-            if not skipped and (improbable or ratio > fallback.compression_ratio_threshold):
-                again.append(number)
-            judged = WindowReading(
-                round(windows.starts[number], 3), temperature, logprob, ratio, unheard, skipped
-            )
-            readings[number] = [] if skipped else row.ids, judged
-        left = again
-        if not left:
-            break
-    return [readings[number] for number in range(len(windows.starts))]
-
 
 # Transcription ----------------------------------------------------------------------------------------------
 
@@ -193,7 +51,7 @@ def read_windows(windows: WindowBatch, fallback: Fallback) -> list[tuple[list[in
 Sound = str | Path | io.BytesIO | np.ndarray | Tensor  # a file, or samples [N], of several channels [N, C]
 Task = Literal["transcribe", "translate"]
 TASKS = ("transcribe", "translate")
-NO_TIMES = "<|notimestamps|>"
+NO_TIMES, BEFORE = "<|notimestamps|>", "<|startofprev|>"
 
 
 class TranscribeOptions(TypedDict, total=False):
@@ -202,6 +60,8 @@ class TranscribeOptions(TypedDict, total=False):
     language: str | None
     task: Task
     timestamps: bool
+    words: bool
+    prompt: str | None
     rate: int | None
     max_new_tokens: int | None
     batch_size: int
@@ -210,6 +70,29 @@ class TranscribeOptions(TypedDict, total=False):
     logprob_threshold: float | None
     no_speech_threshold: float | None
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechRequest:
+    """How sounds are written down; see `Model.transcribe`."""
+
+    language: str | None = None
+    task: Task = "transcribe"
+    timestamps: bool = False
+    words: bool = False
+    prompt: str | None = None
+    max_new_tokens: int | None = None
+    temperature: float | Sequence[float] = 0.0
+    compression_ratio_threshold: float | None = None
+    logprob_threshold: float | None = None
+    no_speech_threshold: float | None = None
+    seed: int = 0
+    measured: bool = False  # report every measure of each window, also those that decide nothing
+
+    def fallback(self, stated: dict[str, Any]) -> Fallback:
+        """Return which temperatures are tried, and when; `stated` is generation_config.json."""
+        names = ("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold")
+        return make_fallback(self.temperature, {name: getattr(self, name) for name in names}, stated)
 
 
 @dataclass(frozen=True)
@@ -237,18 +120,35 @@ class Voice:
         return ids if times or self.no_times is None else [*ids, self.no_times]
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens between two times, in seconds from the beginning of the sound."""
+
+    start: float
+    end: float
+    ids: list[int]
+    window: int
+    spoken: list[float]  # when each token was, where words are asked for
+
+
 @dataclass
 class Hearing:
     """One sound as it is transcribed."""
 
     frames: Tensor  # all of them, M bands each
     seconds: float
+    sounding: int  # frames before the padding
     language: int | None = None
     times: bool = False
     at: int = 0  # the frame that the next window begins with
-    ids: list[int] = field(default_factory=list)
-    segments: list[tuple[float, float, list[int]]] = field(default_factory=list)
+    count: int = 0  # windows that were read
+    stretches: list[Stretch] = field(default_factory=list)
     windows: list[WindowReading] = field(default_factory=list)
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens so far."""
+        return [token for stretch in self.stretches for token in stretch.ids]
 
 
 def voice_of(m: Bundle) -> Voice:
@@ -311,61 +211,250 @@ def language_id(voice: Voice, language: str | None) -> int | None:
     return voice.languages[code]
 
 
-@torch.inference_mode()
+def prompt_ids(m: Bundle, text: str | None) -> list[int]:
+    """Return the tokens of a text before a transcript, the last of it that fit; none for no text."""
+    if text is None or not text.strip():
+        return []
+    tokenizer = m.text_tokenizer
+    known = (tokenizer.token_to_id(BEFORE), m.generation.get("prev_sot_token_id"))
+    start = next((token for token in known if type(token) is int), -1)
+    refuse(start < 0, f"prompt with a model that has no token for it ({BEFORE}): leave it out")
+    ids = list(tokenizer.encode(f" {text.strip()}", add_special_tokens=False).ids)
+    added = tokenizer.get_added_tokens_decoder()
+    wrong = next((added[token].content for token in ids if token in added), None)
+    refuse(wrong is not None, f"prompt has {wrong}, which is a special token and no text: leave it out")
+    return [start, *ids[-(m.config.max_positions // 2 - 1) :]]
+
+
+class Transcriber:
+    """A model, and how it is asked to write down sounds, each of them window by window."""
+
+    def __init__(self, m: Bundle, asked: SpeechRequest, cancel: Callable[[], bool] | None = None) -> None:
+        """Check what is asked; `cancel` is asked after each token, and ends a window when it is True."""
+        self.m, self.asked, self.cancel, self.voice = m, asked, cancel, voice_of(m)
+        self.fallback = asked.fallback(m.generation)
+        task = asked.task
+        refuse(task not in TASKS, f'task "{task}" is not known: choose {" or ".join(TASKS)}')
+        refuse(
+            task != "transcribe" and task not in self.voice.tasks,
+            f'task "{task}" with a model of English alone: it writes down what it hears, so leave task out',
+        )
+        refuse(
+            asked.timestamps and self.voice.no_times is None,
+            f"this model has no tokens for times ({NO_TIMES} is not in its vocabulary): leave timestamps and "
+            "--format out",
+        )
+        self.language = language_id(self.voice, asked.language)
+        self.before = prompt_ids(m, asked.prompt)
+        self.heads, self.width = (alignment_heads(m), median_width(m)) if asked.words else ([], 1)
+
+    def hear(self, sound: Sound, rate: int | None = None) -> Hearing:
+        """Return a sound as frames, of its file or of samples."""
+        voice = self.voice
+        samples = samples_of(sound, voice.sound.sampling_rate, rate)
+        frames = voice.sound.frames(samples)
+        long = len(frames) > voice.frames
+        refuse(
+            long and voice.no_times is None,
+            f"a sound is longer than the {voice.sound.chunk_length} seconds of a window, and this model has "
+            "no tokens for times: cut it into shorter ones",
+        )
+        sounding = min(-(-len(samples) // voice.sound.hop_length), len(frames))
+        seconds = len(samples) / voice.sound.sampling_rate
+        return Hearing(frames, seconds, sounding, times=self.asked.timestamps or long)
+
+    @torch.inference_mode()
+    def tell_languages(self, heard: list[Hearing]) -> None:
+        """Set the language of each sound: the one that is named, or what its first window sounds like."""
+        languages = [self.language] * len(heard)
+        if self.language is None and self.voice.languages:
+            source = self.windows(heard)
+            start = torch.full((len(heard), 1), self.voice.start, device=source.device)
+            with evaluating(self.m.model):
+                logits = self.m.model(start, source=source).logits[:, -1]
+            languages = [*language_of(logits, list(self.voice.languages.values()))]
+        for sound, language in zip(heard, languages):
+            sound.language = language
+
+    def goes_on(self, heard: Hearing) -> bool:
+        """Move past windows without any sound, if these are skipped; return whether one is left to be read.
+
+        There no frame has anything within 80 dB of the loudest moment: all are the floor of the spectrogram.
+        A model may still write a word, and find it probable. What is left of the padding after a sound is
+        read, as transformers does.
+        """
+        skips = self.fallback.no_speech_threshold < math.inf
+        while heard.at < len(heard.frames):
+            window = heard.frames[heard.at : heard.at + self.voice.frames]
+            within = heard.at * self.voice.sound.seconds < heard.seconds
+            if not (skips and within) or window.min() < window.max():
+                return True
+            heard.at += len(window)
+        return False
+
+    @torch.inference_mode()
+    def read(self, heard: list[Hearing]) -> None:
+        """Transcribe the next window of each sound; either all of them have times, or none."""
+        m, voice = self.m, self.voice
+        with evaluating(m.model):
+            runner = m.engine.runner()
+            starts = [self.begin(sound) for sound in heard]
+            request, ends = self.request(heard[0].times, len(starts[0]))
+            prompts = Prompts(starts, self.windows(heard))
+            begun = [sound.at * voice.sound.seconds for sound in heard]
+            silence = None if voice.no_times is None else voice.no_times - 1
+            batch = WindowBatch(
+                *(m.model, runner, m.engine.steps_for(runner, None), request, ends, prompts, begun, silence),
+                begin=len(self.before),
+            )
+            readings = read_windows(batch, self.fallback, self.asked.measured)
+            for number, (sound, (row, judged)) in enumerate(zip(heard, readings)):
+                spoken: list[float] = []
+                unheard = None
+                if row is not None and self.asked.words:
+                    spoken, unheard = self._spoken(sound, batch, number, row)
+                elif row is not None and self.asked.measured:
+                    unheard = batch.no_speech(number)
+                if judged is not None and judged.no_speech is None:
+                    judged = replace(judged, no_speech=unheard)
+                self._note(sound, None if row is None else row.ids, judged, spoken)
+
+    def begin(self, heard: Hearing) -> list[int]:
+        """Return what the transcript of each window of a sound begins with."""
+        return [*self.before, *self.voice.begin(heard.language, self.asked.task, heard.times)]
+
+    def written(self, heard: Hearing) -> Transcription:
+        """Return what was written of a sound so far."""
+        segments = [
+            Segment(
+                round(stretch.start, 3),
+                round(stretch.end if heard.times else heard.seconds, 3),
+                text,
+                stretch.ids,
+                stretch.window,
+            )
+            for stretch in heard.stretches
+            if (text := self.text_of(stretch.ids).strip())
+        ]
+        text, language = self.text_of(heard.ids).strip(), self._code(heard)
+        seconds, windows = round(heard.seconds, 3), tuple(heard.windows)
+        words = tuple(self._words(heard)) if self.asked.words else ()
+        return Transcription(text, segments, language, heard.ids, seconds, windows, words)
+
+    def _code(self, heard: Hearing) -> str | None:
+        codes = {token: code for code, token in self.voice.languages.items()}
+        return None if heard.language is None else codes[heard.language]
+
+    @functools.cached_property
+    def _special(self) -> set[int]:
+        added = self.m.text_tokenizer.get_added_tokens_decoder().items()
+        return {number for number, token in added if token.special}
+
+    def _is_text(self, token: int) -> bool:
+        first = self.m.config.vocab_size if self.voice.no_times is None else self.voice.no_times
+        return token < first and token not in self._special
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, without times and special ones."""
+        return decoded(self.m.text_tokenizer, [token for token in ids if self._is_text(token)])
+
+    def _words(self, heard: Hearing) -> Iterator[SpokenWord]:
+        """Yield the words of a sound: each begins where the token before it has ended."""
+        before = 0.0
+        language = "en" if self.asked.task == "translate" else self._code(heard)
+        for stretch in heard.stretches:
+            begins = [before, *stretch.spoken]
+            kept = [number for number, token in enumerate(stretch.ids) if self._is_text(token)]
+            at, before = 0, begins[-1]
+            texts = [stretch.ids[number] for number in kept]
+            for text, count in split_words(self.m.text_tokenizer, texts, language):
+                start, end = begins[kept[at]], stretch.spoken[kept[at + count - 1]]
+                at += count
+                if text.strip():
+                    yield SpokenWord(round(start, 3), round(end, 3), text.strip())
+
+    def windows(self, heard: list[Hearing]) -> Tensor:
+        """Return the next window of each sound; what is after its end is 0: [B, T, M]."""
+        length = self.voice.frames
+        parts = [sound.frames[sound.at : sound.at + length] for sound in heard]
+        rows = [nnf.pad(part, (0, 0, 0, length - len(part))) for part in parts]
+        return torch.stack(rows).to(next(self.m.model.parameters()))
+
+    def request(self, times: bool, begun: int) -> tuple[Request, Ends]:
+        """Return how the tokens of a window are chosen, and what ends it."""
+        m, asked, voice = self.m, self.asked, self.voice
+        positions = m.config.max_positions
+        stated = m.generation.get("max_length")
+        room = min(positions, stated + begun) - begun if type(stated) is int else positions - begun
+        refuse(room < 1, f"the model has {positions} positions and a transcript begins with {begun} tokens")
+        most = room if asked.max_new_tokens is None else min(room, asked.max_new_tokens)
+        options: dict[str, Any] = {"max_new_tokens": most, "seed": asked.seed}
+        stops = frozenset(token for token in m.stops if token < m.config.vocab_size)
+        rule = None
+        if times and voice.no_times is not None:
+            latest = m.generation.get("max_initial_timestamp_index")
+            rule = Timestamps(voice.no_times + 1, min(stops, default=voice.no_times), latest)
+        request = make_request(with_own(m.own_options, options, hooked=True))
+        return request, Ends(stops, cancel=self.cancel, rule=rule)
+
+    def _spoken(
+        self, heard: Hearing, batch: WindowBatch, number: int, row: sequence.Sequence
+    ) -> tuple[list[float], float | None]:
+        """Return when each token of a window was spoken, and how probable silence is in it.
+
+        The last token of a window that has not ended was never read, as in the reference: it has the time of
+        the one before it.
+        """
+        voice, begun = self.voice, batch.prompts.ids[number]
+        source = batch.prompts.source
+        assert source is not None
+        read = row.ids if row.stop_reason == "eos" else row.ids[:-1]
+        attention, logits = read_again(self.m, source[number : number + 1], [*begun, *read], self.heads)
+        sounding = max(
+            1, (heard.sounding - heard.at) // voice.stride
+        )  # positions of the window that hold sound
+        positions = token_positions(attention[:, len(begun) :, :sounding], self.width)
+        positions += positions[-1:] or [0]
+        times = [batch.starts[number] + place * voice.step for place in positions]
+        return times[: len(row.ids)], batch.silence_in(logits[batch.begin])
+
+    def _note(
+        self, heard: Hearing, ids: list[int] | None, judged: WindowReading | None, spoken: list[float]
+    ) -> None:
+        """Add what was written of a window, and go on where it ended; a skipped one is passed over."""
+        voice, window = self.voice, heard.count
+        left = min(voice.frames, len(heard.frames) - heard.at)
+        heard.count += 1
+        if judged is not None:
+            heard.windows.append(judged)
+        if ids is None:
+            heard.at += left
+            return
+        offset, at = heard.at * voice.sound.seconds, 0
+        if voice.no_times is None or not heard.times:
+            segments, steps = [(0, left // voice.stride, list(ids))], None
+        else:
+            segments, steps = segments_of(ids, voice.no_times + 1, left // voice.stride)
+        for start, end, tokens in segments:
+            begin, stop = offset + start * voice.step, offset + end * voice.step
+            heard.stretches.append(Stretch(begin, stop, tokens, window, spoken[at : at + len(tokens)]))
+            at += len(tokens)
+        heard.at += left if steps is None else steps * voice.stride
+
+
 def transcribe(
-    m: Bundle,
-    sounds: Sequence[Sound],
-    language: str | None = None,
-    task: Task = "transcribe",
-    timestamps: bool = False,
-    rate: int | None = None,
-    max_new_tokens: int | None = None,
-    batch_size: int = 8,
-    temperature: float | Sequence[float] = 0.0,
-    compression_ratio_threshold: float | None = None,
-    logprob_threshold: float | None = None,
-    no_speech_threshold: float | None = None,
-    seed: int = 0,
+    m: Bundle, sounds: Sequence[Sound], rate: int | None = None, batch_size: int = 8, **options: Any
 ) -> list[Transcription]:
     """Return what is said in each sound; see `Model.transcribe`."""
-    voice = voice_of(m)
-    thresholds = {
-        "compression_ratio_threshold": compression_ratio_threshold,
-        "logprob_threshold": logprob_threshold,
-        "no_speech_threshold": no_speech_threshold,
-    }
-    fallback = make_fallback(temperature, thresholds, m.generation)
+    transcriber = Transcriber(m, SpeechRequest(**options))
     refuse(batch_size < 1, f"batch_size {batch_size} must be 1 or more")
-    refuse(task not in TASKS, f'task "{task}" is not known: choose {" or ".join(TASKS)}')
-    refuse(
-        task != "transcribe" and task not in voice.tasks,
-        f'task "{task}" with a model of English alone: it writes down what it hears, so leave task out',
-    )
-    refuse(
-        timestamps and voice.no_times is None,
-        f"this model has no tokens for times ({NO_TIMES} is not in its vocabulary): leave timestamps and "
-        "--format out",
-    )
-    named = language_id(voice, language)
-    heard = [_hear(voice, sound, rate, timestamps) for sound in sounds]
-    with evaluating(m.model):
-        runner = m.engine.runner()
-        steps = m.engine.steps_for(runner, None)
-        for start in range(0, len(heard), batch_size):
-            _tell_languages(m, voice, heard[start : start + batch_size], named)
-        skips = fallback.no_speech_threshold < math.inf
-        while waiting := [sound for sound in heard if _seek(voice, sound, skips)]:
-            # Transcripts that begin alike are read together.
-            alike = [sound for sound in waiting if sound.times == waiting[0].times][:batch_size]
-            starts = [voice.begin(sound.language, task, sound.times) for sound in alike]
-            request, ends = _request(m, voice, alike[0].times, len(starts[0]), max_new_tokens, seed)
-            prompts = Prompts(starts, _windows(m, voice, alike))
-            begun = [sound.at * voice.sound.seconds for sound in alike]
-            silence = None if voice.no_times is None else voice.no_times - 1
-            batch = WindowBatch(m.model, runner, steps, request, ends, prompts, begun, silence)
-            for sound, (ids, judged) in zip(alike, read_windows(batch, fallback)):
-                _note(voice, sound, ids, judged)
-    return [_written(m, voice, sound) for sound in heard]
+    heard = [transcriber.hear(sound, rate) for sound in sounds]
+    for start in range(0, len(heard), batch_size):
+        transcriber.tell_languages(heard[start : start + batch_size])
+    while waiting := [sound for sound in heard if transcriber.goes_on(sound)]:
+        # Transcripts that begin alike are read together.
+        transcriber.read([sound for sound in waiting if sound.times == waiting[0].times][:batch_size])
+    return [transcriber.written(sound) for sound in heard]
 
 
 def first_window(m: Bundle, sound: Sound) -> tuple[Tensor, list[int], list[int], float]:
@@ -373,32 +462,19 @@ def first_window(m: Bundle, sound: Sound) -> tuple[Tensor, list[int], list[int],
 
     It has no times. Last comes how many seconds a position of the encoder stands for.
     """
-    voice = voice_of(m)
-    heard = _hear(voice, sound, None, timestamps=False)
+    transcriber = Transcriber(m, SpeechRequest())
+    heard = transcriber.hear(sound)
     heard.times = False
-    source = _windows(m, voice, [heard])
+    source = transcriber.windows([heard])
     with torch.inference_mode(), evaluating(m.model):
-        _tell_languages(m, voice, [heard], None)
-        start = voice.begin(heard.language, "transcribe", times=False)
-        request, ends = _request(m, voice, False, len(start), None)
+        transcriber.tell_languages([heard])
+        start = transcriber.begin(heard)
+        request, ends = transcriber.request(False, len(start))
         rows = decode(m.engine.runner(), request, Prompts([start], source), ends)
-    return source, start, rows[0].ids, voice.step
+    return source, start, rows[0].ids, transcriber.voice.step
 
 
-def _hear(voice: Voice, sound: Sound, rate: int | None, timestamps: bool) -> Hearing:
-    """Return a sound as frames, of its file or of samples."""
-    samples = samples_of(sound, voice.sound.sampling_rate, rate)
-    frames = voice.sound.frames(samples)
-    long = len(frames) > voice.frames
-    refuse(
-        long and voice.no_times is None,
-        f"a sound is longer than the {voice.sound.chunk_length} seconds of a window, and this model has no "
-        "tokens for times: cut it into shorter ones",
-    )
-    return Hearing(frames, len(samples) / voice.sound.sampling_rate, times=timestamps or long)
-
-
-def samples_of(sound: Sound, wanted: int, rate: int | None = None) -> Samples:
+def samples_of(sound: Sound, wanted: int, rate: int | None = None, most: float | None = None) -> Samples:
     """Return the samples [N] of a sound at the wanted rate; `rate` is that of samples which are given."""
     if isinstance(sound, io.BytesIO):
         return read_sound(sound, wanted)
@@ -418,162 +494,6 @@ def samples_of(sound: Sound, wanted: int, rate: int | None = None) -> Samples:
     refuse(rate is not None and rate < 1, f"rate {rate} must be 1 or more: samples a second")
     mixed = samples.float() if samples.ndim == 1 else samples.float().mean(1)
     return resampled(np.ascontiguousarray(mixed.numpy()), wanted if rate is None else rate, wanted)
-
-
-def _seek(voice: Voice, heard: Hearing, skips: bool) -> bool:
-    """Move past windows without any sound, if these are skipped; return whether one is left to be read.
-
-    There no frame has anything within 80 dB of the loudest moment: all are the floor of the spectrogram. A
-    model may still write a word, and find it probable. What is left of the padding after a sound is read, as
-    transformers does.
-    """
-    while heard.at < len(heard.frames):
-        window = heard.frames[heard.at : heard.at + voice.frames]
-        within = heard.at * voice.sound.seconds < heard.seconds
-        if not (skips and within) or window.min() < window.max():
-            return True
-        heard.at += len(window)
-    return False
-
-
-def _windows(m: Bundle, voice: Voice, heard: list[Hearing]) -> Tensor:
-    """Return the next window of each sound; what is after its end is 0: [B, T, M]."""
-    parts = [sound.frames[sound.at : sound.at + voice.frames] for sound in heard]
-    rows = [nnf.pad(part, (0, 0, 0, voice.frames - len(part))) for part in parts]
-    return torch.stack(rows).to(next(m.model.parameters()))
-
-
-def _tell_languages(m: Bundle, voice: Voice, heard: list[Hearing], named: int | None) -> None:
-    """Set the language of each sound: the one that is named, or what its first window sounds like most."""
-    languages = [named] * len(heard)
-    if named is None and voice.languages:
-        source = _windows(m, voice, heard)
-        start = torch.full((len(heard), 1), voice.start, device=source.device)
-        logits = m.model(start, source=source).logits[:, -1]
-        languages = [*language_of(logits, list(voice.languages.values()))]
-    for sound, language in zip(heard, languages):
-        sound.language = language
-
-
-def _request(
-    m: Bundle, voice: Voice, times: bool, begun: int, max_new_tokens: int | None, seed: int = 0
-) -> tuple[Request, Ends]:
-    """Return how the tokens of a window are chosen, and what ends it."""
-    positions = m.config.max_positions
-    stated = m.generation.get("max_length")
-    room = min(positions, stated + begun) - begun if type(stated) is int else positions - begun
-    refuse(room < 1, f"the model has {positions} positions and a transcript begins with {begun} tokens")
-    most = room if max_new_tokens is None else min(room, max_new_tokens)
-    options: dict[str, Any] = {"max_new_tokens": most, "seed": seed}
-    stops = frozenset(token for token in m.stops if token < m.config.vocab_size)
-    rule = None
-    if times and voice.no_times is not None:
-        latest = m.generation.get("max_initial_timestamp_index")
-        rule = Timestamps(voice.no_times + 1, min(stops, default=voice.no_times), latest)
-    return make_request(with_own(m.own_options, options, hooked=True)), Ends(stops, rule=rule)
-
-
-def _note(voice: Voice, heard: Hearing, ids: list[int], judged: WindowReading | None) -> None:
-    """Add what was written of a window, and go on where it ended; a skipped one is passed over."""
-    left = min(voice.frames, len(heard.frames) - heard.at)
-    if judged is not None:
-        heard.windows.append(judged)
-        if judged.skipped:
-            heard.at += left
-            return
-    offset = heard.at * voice.sound.seconds
-    if voice.no_times is None or not heard.times:
-        segments, steps = [(0, left // voice.stride, list(ids))], None
-    else:
-        segments, steps = segments_of(ids, voice.no_times + 1, left // voice.stride)
-    for start, end, tokens in segments:
-        heard.ids += tokens
-        heard.segments.append((offset + start * voice.step, offset + end * voice.step, tokens))
-    heard.at += left if steps is None else steps * voice.stride
-
-
-def _written(m: Bundle, voice: Voice, heard: Hearing) -> Transcription:
-    words = m.config.vocab_size if voice.no_times is None else voice.no_times
-
-    def text(ids: list[int]) -> str:
-        return decoded(m.text_tokenizer, [token for token in ids if token < words]).strip()
-
-    parts = [
-        Segment(round(start, 3), round(end if heard.times else heard.seconds, 3), spoken)
-        for start, end, tokens in heard.segments
-        if (spoken := text(tokens))
-    ]
-    codes = {token: code for code, token in voice.languages.items()}
-    language = None if heard.language is None else codes[heard.language]
-    seconds, windows = round(heard.seconds, 3), tuple(heard.windows)
-    return Transcription(text(heard.ids), parts, language, heard.ids, seconds, windows)
-
-
-@dataclass(frozen=True)
-class Timestamps:
-    """The rules that a transcript with times keeps to, as a function of logits.
-
-    Tokens from `first` on are times, in order. A transcript begins with one. They come in pairs, the end of
-    one segment and the beginning of the next, and never go back. Where all times together are more probable
-    than any single word, a time is generated.
-    """
-
-    first: int  # id of the first time; the one before it says that no times are written
-    end: int  # id of the token that ends a transcript; those before it are words
-    latest: int | None = None  # how many times after the first a transcript may begin with
-
-    def __call__(self, logits: Tensor, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Remove what must not come next, given the new tokens of each row: [B, V] -> [B, V]."""
-        logits, first = wide(logits).clone(), self.first
-        logits[:, first - 1] = REMOVED
-        for row, written in zip(logits, rows):
-            times = [token for token in written if token >= first]
-            after_time = len(written) > 0 and written[-1] >= first
-            closed = len(written) < 2 or written[-2] >= first  # the time before it ended a segment
-            if after_time and closed:
-                row[first:] = REMOVED  # words come next
-            elif after_time:
-                row[: self.end] = REMOVED  # a second time, or the end
-            if times:
-                opens = after_time and not closed  # the next segment may begin where this one ended
-                row[first : times[-1] + (0 if opens else 1)] = REMOVED
-            if not written:
-                row[:first] = REMOVED
-                if self.latest is not None:
-                    row[first + self.latest + 1 :] = REMOVED
-        probable = logits.log_softmax(-1)
-        timed = probable[:, first:].logsumexp(-1) > probable[:, :first].amax(-1)  # B
-        logits[:, :first] = logits[:, :first].masked_fill(timed[:, None], REMOVED)
-        return logits
-
-
-def segments_of(
-    tokens: Sequence[int], first: int, window: int
-) -> tuple[list[tuple[int, int, list[int]]], int | None]:
-    """Cut the tokens of one window into segments; return (start, end, tokens) of each, and how far it goes.
-
-    Times are counted in steps of the encoder, `window` of them. A window that ends with a pair of times, or
-    in the middle of a segment after one, goes as far as the last pair: the rest is left for the next window.
-    None: it goes to its end.
-    """
-    timed = [token >= first for token in tokens]
-    ends = [place + 1 for place in range(len(tokens) - 1) if timed[place] and timed[place + 1]]
-    alone = timed[-2:] == [False, True]  # nothing is said after the last time
-    if not ends:
-        times = [token for token in tokens if token >= first]
-        end = times[-1] - first if times and times[-1] != first else window
-        return [(0, end, list(tokens))], None
-    if alone:
-        ends.append(len(tokens))
-    else:
-        ends[-1] += 1  # the second time of the last pair shows that no segment was left open
-    segments, start = [], 0
-    for end in ends:
-        part = list(tokens[start:end])
-        last = part[-1] if end != ends[-1] or alone else part[-2]
-        segments.append((part[0] - first, last - first, part))
-        start = end
-    return segments, None if alone else max(1, tokens[start - 2] - first)
 
 
 def language_of(logits: Tensor, known: Sequence[int]) -> list[int]:

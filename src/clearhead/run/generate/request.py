@@ -29,6 +29,7 @@ GROUPS = {  # of options, by what they are about, in the order of the command's 
     "repetition": "Penalties on tokens that were generated before.",
     "token": "Tokens that must, or must not, be generated.",
     "structured": "Structured output: JSON schema, regular expression or grammar.",
+    "infilling": "Fill-in-the-middle, by models of code.",
     "overflow": "Texts longer than the model's context.",
     "speculative": "Speculative decoding: the same text in fewer steps.",
     "speed": "Compilation, KV cache quantization, early exit; only early exit may change the text.",
@@ -250,6 +251,11 @@ class Request:
         True, "leave special tokens out of the text", http="skip_special_tokens"
     )
 
+    suffix: str | None = option(
+        None, "the text that follows: generate what stands between the prompt and it", "infilling",
+        http="suffix",
+    )
+
     overflow: Literal["refuse", "window", "slide", "stream"] = option(
         "refuse", "a text too long for the model: refuse it, cut its prompt (window), compute its last "
         "tokens anew for each token (slide), or keep its first and its last ones alone (stream)", "overflow",
@@ -322,6 +328,10 @@ class Request:
                 value is not None and self.overflow != "stream",
                 f'{name} {value} with overflow "{self.overflow}": it belongs to overflow "stream"',
             )
+        refuse(
+            self.suffix and self.overflow != "refuse",
+            f'suffix with overflow "{self.overflow}": a prompt with a suffix is never cut: leave one out',
+        )
         refuse(
             self.num_return > self.num_beams,
             f"num_return {self.num_return} is more than num_beams {self.num_beams}: raise num_beams",
@@ -428,6 +438,7 @@ class RequestOptions(TypedDict, total=False):
     grammar: str | None
     tool_calls: str | None
     skip_special_tokens: bool
+    suffix: str | None
     overflow: Literal["refuse", "window", "slide", "stream"]
     sinks: int | None
     stream_window: int | None

@@ -45,6 +45,7 @@ def choices_of(engine: ServeEngine, name: str, body: CompletionBody | ChatBody, 
     options, best, echo = body.options(), body.best, bool(body.echo)
     most = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     refuse(most == 0 and not echo, "max_tokens 0 generates nothing: ask for 1 or more, or for echo")
+    refuse(echo and body.suffix, "echo with suffix: the prompt has tokens around it: leave echo out")
     refuse(engine.m.tokenizer is None, "this model has no tokenizer: it cannot be served as text")
     options["max_new_tokens"] = max(1, most)
     serving = replace(

@@ -25,9 +25,11 @@ from clearhead.learn.tasks.generation import chat_ids, chat_template
 from clearhead.run.generate.stream import token_texts
 from clearhead.run.serve import answers, protocol
 from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, ChatChoices, Choices, chat_turn, choices_of
+from clearhead.run.serve.audio import add_audio
 from clearhead.run.serve.blocks import Chat
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.messages import add_messages, model_card
+from clearhead.run.serve.pooling import PoolingRequest
 from clearhead.run.serve.protocol import ChatBody, CompletionBody, error_body
 from clearhead.run.serve.responses import add_responses
 from clearhead.run.serve.server import OWNER, RETRY_AFTER, Admission, Guard
@@ -216,7 +218,10 @@ def make_server(
     async def read(engine: ServeEngine, inputs: Sequence[Any], run: Any, request: Request) -> Sequence[Any]:
         """Let the engine read inputs, as long as the client waits."""
         note(engine, inputs)
-        one = engine.read(inputs, run)
+        return await waited(engine.read(inputs, run), request)
+
+    async def waited(one: PoolingRequest, request: Request) -> Sequence[Any]:
+        """Wait for what the engine reads; cancel it when the client goes."""
         while not await run_in_threadpool(one.done.wait, LOOK):
             if await request.is_disconnected():
                 one.cancelled = True
@@ -327,6 +332,7 @@ def make_server(
     async def figures() -> Response:
         return PlainTextResponse(metrics.text(engines))
 
+    add_audio(app, engine_of, note, waited)
     if page:
         add_page(app, engines, host)
     begun = int(time.time())

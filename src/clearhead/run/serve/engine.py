@@ -27,6 +27,7 @@ import torch
 from clearhead.core.transformer import Transformer
 from clearhead.errors import BusyError, InputError, RequestError, refuse
 from clearhead.learn.tasks.generation import Prompt
+from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.checks import steps_back
@@ -58,8 +59,10 @@ class ServeEngine:
     ) -> None:
         self.m, self.limits, self.stats = m, limits or Limits(), ServeStats()
         self.adapters = adapters or {}
-        self.model_runner = ModelRunner(m.model, self.limits, self.adapters)
-        self.pooling_model = with_model(m, self.model_runner.runner)
+        # A model of speech takes no steps: it reads windows of sound, one request at a time.
+        self.hears = m.config.input == "frames"
+        self.model_runner = None if self.hears else ModelRunner(m.model, self.limits, self.adapters)
+        self.pooling_model = m if self.model_runner is None else with_model(m, self.model_runner.runner)
         self.waiting: deque[ServedSequence] = deque()
         self.running: list[ServedSequence] = []  # by arrival
         self.finished: deque[ServedSequence] = deque(maxlen=KEPT)  # for those who look inside them
@@ -72,7 +75,7 @@ class ServeEngine:
         weight, spec = next(m.model.parameters()), m.model.main.spec
         self.chunk = chunk_size(self.limits, weight.is_cuda)
         self.pooling = PoolingQueue(sys.maxsize if weight.is_cuda else CHARACTERS)
-        self.generates = spec.causal and m.config.head == "lm"
+        self.generates = spec.causal and m.config.head == "lm" and not self.hears
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.generates and all(kind.chooses for kind in spec.kinds)
         self.speculation = Speculation(m.model, self.limits)
@@ -84,7 +87,8 @@ class ServeEngine:
     @functools.cached_property
     def exact(self) -> bool:
         """Whether this machine gives a row the same bits whatever else is in the step."""
-        return self.model_runner.agree(self.limits.tokens + self.limits.running)
+        runner = self.model_runner
+        return runner is None or runner.agree(self.limits.tokens + self.limits.running)
 
     @property
     def max_length(self) -> int:
@@ -142,6 +146,7 @@ class ServeEngine:
         joined: bool = False,
     ) -> ServedSequence:
         """Queue a sequence to generate; `options` are those of `generate`."""
+        refuse(self.hears, f"this model reads sound, and no text: {fitting(self.m)}")
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
         assert self.pool is not None
         limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
@@ -172,13 +177,17 @@ class ServeEngine:
         return seq
 
     def read(
-        self, inputs: abc.Sequence[Any], run: Callable[[Bundle, list[Any]], abc.Sequence[Any]]
+        self,
+        inputs: abc.Sequence[Any],
+        run: Callable[[Bundle, list[Any]], abc.Sequence[Any]],
+        joined: bool = False,
     ) -> PoolingRequest:
         """Queue inputs for `run`, a function of the model and a list; it gives a result for each.
 
-        Requests with the same `run` may share a call.
+        Requests with the same `run` may share a call. Inputs without a result yet, the last of the list, are
+        run again, after other requests. `joined`: the request was let in by `admit`.
         """
-        self.check_room()
+        self.check_room(joined=joined)
         request = PoolingRequest(inputs, lambda every: run(self.pooling_model, every), run)
         with self._wake:
             self.moved = self.moved if self.busy else time.monotonic()
@@ -187,6 +196,10 @@ class ServeEngine:
         return request
 
     # Steps -------------------------------------------------------------------------------------------------
+
+    def beat(self) -> None:
+        """Tell that work goes on, within a step that takes long."""
+        self.moved = time.monotonic()
 
     @property
     def busy(self) -> bool:
@@ -308,7 +321,7 @@ class ServeEngine:
                 self._end(seq, "error", error)
 
     def _run(self, plan: Plan) -> None:
-        assert self.pool is not None
+        assert self.pool is not None and self.model_runner is not None
         for chunks, last, logits in self.model_runner.run(self.pool, plan):
             for chunk in chunks:
                 seq = chunk.seq

@@ -69,7 +69,7 @@ class PoolingQueue:
     def __init__(self, characters: int) -> None:
         self.waiting: deque[PoolingRequest] = deque()
         self.characters = characters
-        self.reads = False  # in a call
+        self.reads = self.closed = False  # in a call; for good
 
     def __bool__(self) -> bool:
         return self.reads or bool(self.waiting)
@@ -93,16 +93,19 @@ class PoolingQueue:
                 if characters <= 0:
                     break
                 inputs.append(one)
-                characters -= len(one) if isinstance(one, str) else sum(map(len, one))
+                characters -= _length(one)
             together.append((reading, inputs))
             room -= len(inputs)
         if together:
             self._guarded(together)
             self.waiting += [reading for reading, _ in together if not reading.done.is_set()]
+        if self.closed:
+            self.close()
         self.reads = False
 
     def close(self) -> None:
-        """End the requests that wait."""
+        """End the requests that wait, and what is in a call after it."""
+        self.closed = True
         for reading in list(self.waiting):
             reading.cancelled = True
             reading.end(BusyError("the server has ended: try another one"))
@@ -124,6 +127,11 @@ class PoolingQueue:
         for reading, inputs in together:
             reading.keep(found[at : at + len(inputs)])
             at += len(inputs)
+
+
+def _length(one: Any) -> int:
+    """Return the characters of an input: a text, a pair of texts, or anything else, which counts nothing."""
+    return len(one) if isinstance(one, str) else sum(map(len, one)) if isinstance(one, list | tuple) else 0
 
 
 def with_model(m: Bundle, model: Any) -> Bundle:

@@ -63,7 +63,6 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "prediction": (),
     "reasoning_effort": ("none",),
     "store": (False,),
-    "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
@@ -129,6 +128,7 @@ JSON_TYPES: dict[str, Any] = {  # options whose JSON is not that of their Python
     "stop": Stop | Stops,
     "stop_tokens": Annotated[list[Id], Field(max_length=64)],
     "json_schema": Schema,
+    "suffix": Text,
 }
 OPENAI_DEFAULTS = {"temperature": 1.0}  # texts are drawn, as OpenAI's are
 
@@ -226,7 +226,8 @@ class CompletionBody(GenerationBody):
         given: Any = self.prompt
         single = isinstance(given, str) or (given and isinstance(given[0], int))
         prompts = [given] if single else list(given)
-        refuse(not prompts or not all(prompts), "prompt is empty: give one token at least")
+        empty = not prompts or not (all(prompts) or self.suffix)
+        refuse(empty, "prompt is empty: give one token at least")
         refuse(len(prompts) > MOST_INPUTS, f"{len(prompts)} prompts: at most {MOST_INPUTS} in one request")
         return prompts
 

@@ -183,7 +183,9 @@ class Answer:
     def _response(self, status: str, **known: Any) -> dict[str, Any]:
         """Return the response as it is now: what was asked, and what is known."""
         body = self.body
-        asked = body.model_dump(by_alias=True, exclude_none=True, include={"text", "reasoning", "tool_choice"})
+        asked = body.model_dump(
+            by_alias=True, exclude_none=True, include={"text", "reasoning", "tool_choice"}
+        )
         return {
             "id": self.id,
             "object": "response",

@@ -23,15 +23,21 @@ from clearhead.errors import BusyError, InputError
 from clearhead.run.serve.protocol import error_body
 
 LARGEST_BODY = 8_000_000  # bytes
-BODY_SECONDS = 30.0  # for a body to arrive
+LARGEST_UPLOAD = 26_500_000  # bytes of a form with a file: 25 MiB, as OpenAI takes, and what is around it
+MOST_LARGE = 16  # bodies above LARGEST_BODY that are held while they arrive
+BODY_SECONDS = 30.0  # for a body to arrive, and as much for each further LARGEST_BODY that its header states
 DRAIN_SECONDS = 1.0  # for a client that is refused to end what it sends
 HEADER_SECONDS = 10.0  # for the line and the headers of a request to arrive
 MOST_CONNECTIONS = 4096
 FILES_LEFT = 256  # that the process needs besides its connections
 OWNER = "clearhead.owner"  # in the scope of a request: the digest of its key, or nothing
 RETRY_AFTER = "1"  # seconds
+UPLOADS = ("/v1/audio/transcriptions", "/v1/audio/translations")  # routes that take a file
 # What an engine is needed for.
-WORK = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages")
+WORK = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/responses", "/v1/messages"),
+    *UPLOADS,
+)
 OPEN = ("/health", "/ready")  # routes without a key
 # Headers that must not come twice.
 ONCE = ("content-length", "host", "transfer-encoding", "authorization", "x-api-key")
@@ -161,9 +167,9 @@ class Admission:
                 401,
                 "this server asks for a key: send it as Authorization: Bearer KEY, or as x-api-key: KEY",
             )
-        length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > LARGEST_BODY:
-            return 413, f"the body is larger than {LARGEST_BODY:,} bytes"
+        length, most = headers.get("content-length", "0"), largest_body(path)
+        if not length.isdecimal() or int(length) > most:
+            return 413, too_large(most)
         try:
             if path in WORK:
                 self.check_room()
@@ -205,11 +211,22 @@ def refused(status: int, line: str, path: str = "") -> JSONResponse:
     return JSONResponse(error_body(InputError(line), status, path), status, more)
 
 
+def largest_body(path: str) -> int:
+    """Return how many bytes the body of a request to this route may have."""
+    return LARGEST_UPLOAD if path in UPLOADS else LARGEST_BODY
+
+
+def too_large(most: int) -> str:
+    """Return why a body is refused."""
+    return f"the body is larger than {most:,} bytes"
+
+
 class Guard:
     """The layer in front of the routes. It leaves the connection to them, so that they see it close."""
 
     def __init__(self, app: ASGIApp, admission: Admission) -> None:
         self.app, self.admission = app, admission
+        self.large = 0  # bodies above LARGEST_BODY that are arriving
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
@@ -221,12 +238,16 @@ class Guard:
         refusal = self.admission.refusal(scope["path"], headers, key)
         body: list[Message] = []
         if refusal is None:
+            seconds = BODY_SECONDS * max(1.0, int(headers.get("content-length", "0")) / LARGEST_BODY)
             try:
-                body.append(await asyncio.wait_for(_whole(receive), BODY_SECONDS))
+                whole = self._whole(receive, largest_body(scope["path"]))
+                body.append(await asyncio.wait_for(whole, seconds))
             except TimeoutError:
-                refusal = 408, f"the body took more than {BODY_SECONDS:.0f} seconds"
+                refusal = 408, f"the body took more than {seconds:.0f} seconds"
             except InputError as error:
                 refusal = 413, str(error)
+            except BusyError as error:
+                refusal = 429, str(error)
         if refusal is not None:
             # What is still being sent is dropped: closing before would lose the answer on the way.
             with contextlib.suppress(TimeoutError):
@@ -240,19 +261,25 @@ class Guard:
         scope[OWNER] = "" if key is None else key.hex()
         await self.app(scope, again, send)
 
-
-async def _whole(receive: Receive) -> Message:
-    """Read the body, and return it as one message."""
-    raw, more = bytearray(), True
-    while more:
-        message = await receive()
-        if message["type"] != "http.request":
-            return message
-        raw += message.get("body", b"")
-        more = message.get("more_body", False)
-        if len(raw) > LARGEST_BODY:
-            raise InputError(f"the body is larger than {LARGEST_BODY:,} bytes")
-    return {"type": "http.request", "body": bytes(raw), "more_body": False}
+    async def _whole(self, receive: Receive, most: int) -> Message:
+        """Read the body, and return it as one message; only so many large ones are held at a time."""
+        raw, more, large = bytearray(), True, False
+        try:
+            while more:
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                raw += message.get("body", b"")
+                more = message.get("more_body", False)
+                if len(raw) > most:
+                    raise InputError(too_large(most))
+                if len(raw) > LARGEST_BODY and not large:
+                    if self.large >= MOST_LARGE:
+                        raise BusyError(f"{self.large} large files are arriving already: try again later")
+                    self.large, large = self.large + 1, True
+            return {"type": "http.request", "body": bytes(raw), "more_body": False}
+        finally:
+            self.large -= large
 
 
 async def _dropped(receive: Receive) -> None:
