@@ -43,6 +43,7 @@ def serve(
     share_prefix_cache: bool = False,
     cors: Repeated = (),
     max_model_len: int | None = None,
+    allow_adapter_loading: bool = False,
     device: str = "auto",
     dtype: str | None = None,
 ) -> None:
@@ -64,6 +65,8 @@ def serve(
             have asked
         cors (ORIGIN): let pages of another server ask, such as http://localhost:3000; *: any
         max_model_len: tokens of a prompt and its answer together; default: the model's own length
+        allow_adapter_loading: let requests load adapters from directories of this machine, and unload them:
+            /v1/load_lora_adapter, /v1/unload_lora_adapter
 
     For example:
       clearhead serve my-model/
@@ -126,7 +129,8 @@ def serve(
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("clearhead.run.serve").setLevel(logging.INFO)
     shown = page or is_loopback(host)
-    app = make_server(engines, host, keys, drain, served, shown, log_prompts, share_prefix_cache, cors)
+    options = (served, shown, log_prompts, share_prefix_cache, cors, allow_adapter_loading)
+    app = make_server(engines, host, keys, drain, *options)
     Connection.most, Connection.refusal = connections_allowed(), app.state.admission.early
     config = uvicorn.Config(
         app,
@@ -190,21 +194,13 @@ def batch(
 def _engine(
     folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
 ) -> ServeEngine:
-    from clearhead.hub.peft import is_adapter
-    from clearhead.run.serve.adapters import updates_of
+    from clearhead.run.serve.adapters import open_adapter
     from clearhead.run.serve.engine import ServeEngine
     from clearhead.run.serve.limits import Limits
 
     assert isinstance(limits, Limits)
     m = load_model(folder, device=device, dtype=dtype)
-    updates = {}
-    for name, where in (adapters or {}).items():
-        if is_adapter(where):
-            m.adapters.add(name, where)
-            updates[name] = m.adapters.scaled_matrices(name)
-        else:
-            tuned = load_model(where, device=device, dtype=dtype).model
-            updates[name] = updates_of(m.model, tuned, name)
+    updates = {name: open_adapter(m, name, where) for name, where in (adapters or {}).items()}
     return ServeEngine(m, limits, updates)
 
 

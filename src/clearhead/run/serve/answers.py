@@ -58,7 +58,7 @@ def choices_of(engine: ServeEngine, name: str, body: CompletionBody | ChatBody, 
         f"{owner}:{body.cache_salt or ''}",
         best if echo else None,
         most == 0,
-        name if name in engine.adapters else "",
+        name if name in engine.adapter_names else "",
         tuple(body.inside or ()),
     )
     options["max_new_tokens"], chat = max(1, most), isinstance(body, ChatBody)

@@ -25,14 +25,14 @@ from typing import Any
 import torch
 
 from clearhead.core.transformer import Transformer
-from clearhead.errors import BusyError, InputError, RequestError, refuse
+from clearhead.errors import BusyError, InputError, RequestError, nearest, refuse
 from clearhead.learn.tasks.generation import Prompt
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.checks import steps_back
 from clearhead.run.generate.speculate import Drafter, DraftTokens, Proposal, RowPrice, drafters_for, verify
 from clearhead.run.serve import limits as limiting
-from clearhead.run.serve.adapters import Updates
+from clearhead.run.serve.adapters import Adapter, Updates
 from clearhead.run.serve.kv_cache import ALL, Chunk
 from clearhead.run.serve.limits import Limits, ServeStats, check_fits, chunk_size, pool_for, window_blocks
 from clearhead.run.serve.model_runner import ModelRunner
@@ -57,8 +57,9 @@ class ServeEngine:
         self, m: Model, limits: Limits | None = None, adapters: Mapping[str, Updates] | None = None
     ) -> None:
         self.m, self.limits, self.stats = m, limits or Limits(), ServeStats()
-        self.adapters = adapters or {}
-        self.model_runner = ModelRunner(m.model, self.limits, self.adapters)
+        self.model_runner = ModelRunner(m.model, self.limits)
+        self.adapters: Mapping[str, Adapter] = {}  # by name; another mapping after each change
+        self.adapter_names: set[str] = set()  # of all that there ever were: none is taken for the model's
         self.pooling_model = with_model(m, self.model_runner.runner)
         self.waiting: deque[ServedSequence] = deque()
         self.running: list[ServedSequence] = []  # by arrival
@@ -68,6 +69,8 @@ class ServeEngine:
         self.closed, self._count = False, 0
         self.admitted = 0  # requests that have room and are not submitted yet
         self._wake = threading.Condition()
+        for name, updates in (adapters or {}).items():
+            self.load_adapter(name, updates)
         self._thread: threading.Thread | None = None
         weight, spec = next(m.model.parameters()), m.model.main.spec
         self.chunk = chunk_size(self.limits, weight.is_cuda)
@@ -157,8 +160,11 @@ class ServeEngine:
             )
         check_fits(self.pool, needed, ALL)
         check_fits(self.pool, seq.sources, None)
-        adapter = seq.serving.adapter
-        refuse(adapter and adapter not in self.adapters, f'no adapter is called "{adapter}"')
+        if adapter := seq.serving.adapter:
+            seq.adapter = self.adapters.get(adapter)
+            if seq.adapter is None:
+                line = f'no adapter is called "{adapter}"'
+                raise RequestError(line, "model_not_found", 404, "model")
         if seq.serving.inside:
             refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
             self.inside.check(seq.serving.inside, needed, seq.sources)
@@ -185,6 +191,27 @@ class ServeEngine:
             self.pooling.waiting.append(request)
             self._wake.notify()
         return request
+
+    # Adapters ----------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, updates: Updates, replace: bool = False) -> None:
+        """Let requests name an adapter from now on."""
+        adapter = self.model_runner.adapted.make(name, updates)
+        with self._wake:
+            refuse(
+                name in self.adapters and not replace,
+                f'an adapter is called "{name}" already: unload it first, or replace it (load_inplace)',
+            )
+            self.adapters = {**self.adapters, name: adapter}
+            self.adapter_names.add(name)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests with an adapter; those that are there keep it until they end."""
+        with self._wake:
+            if name not in self.adapters:
+                line = f'no adapter is called "{name}"{nearest(name, self.adapters)}'
+                raise RequestError(line, "model_not_found", 404, "lora_name")
+            self.adapters = {other: one for other, one in self.adapters.items() if other != name}
 
     # Steps -------------------------------------------------------------------------------------------------
 

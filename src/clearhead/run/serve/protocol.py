@@ -54,6 +54,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
+    "lora_int_id": (),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
@@ -268,6 +269,23 @@ class PairsBody(Body):
     query: Text
     documents: Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS)]
     top_n: Annotated[Count, Field(ge=1)] | None = None
+
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class LoadAdapterBody(Body):
+    """`/v1/load_lora_adapter`, in vLLM's words; `model` is the one that the adapter belongs to."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool | None = None  # replace the adapter of this name
+
+
+class UnloadAdapterBody(Body):
+    """`/v1/unload_lora_adapter`."""
+
+    lora_name: Name
 
 
 class TokenizeBody(Body):

@@ -22,6 +22,7 @@ from clearhead.run.generate.request import DEFAULTS, OPTIONS
 from clearhead.run.generate.sampling import argmax, logprobs_of
 from clearhead.run.generate.sequence import Sampler, Sequence
 from clearhead.run.generate.speculate import DraftTokens
+from clearhead.run.serve.adapters import Adapter
 from clearhead.run.serve.kv_cache import Chunk, Group, Pool, PrefixKey, States, Table, chain
 
 OnUpdate = Callable[["ServedSequence", str], None]  # called with each new text that is final, and at the end
@@ -94,6 +95,7 @@ class ServedSequence(Sequence):
         self.prompt_alternatives: list[list[tuple[int, float]]] = []
         self.result: Generation | None = None
         self.error: Exception | None = None
+        self.adapter: Adapter | None = None  # what its name meant when the request came
         self.after: ServedSequence | None = None  # begin when this one has read the same prompt
         self.inside: dict[str, Any] | None = None  # what was asked for, ready for JSON
         self.number = 0  # of this request, in the order of arrival
@@ -118,7 +120,8 @@ class ServedSequence(Sequence):
     def place(self, pool: Pool, shares: bool) -> None:
         """Make the tables of this request, and name the full blocks of its prompt, if they may be shared."""
         self.tables = {group: Table(pool, group) for group in pool.blocks}
-        apart = json.dumps([self.serving.adapter, self.serving.salt])  # what differs in it shares nothing
+        adapter = 0 if self.adapter is None else self.adapter.number
+        apart = json.dumps([adapter, self.serving.salt])  # what differs in it shares nothing
         self.names = chain(apart, self.prompt, pool.size) if shares and not self.sources else []
 
     def name_blocks(self, start: int, stop: int, size: int) -> None:
@@ -241,7 +244,7 @@ class ServedSequence(Sequence):
         self.times.ended = time.monotonic()
         for table in self.tables.values():
             table.clear()
-        self.states = {}
+        self.states, self.adapter = {}, None  # the server remembers requests that have ended
         self._done.set()
         if self.on_update is not None:
             self.on_update(self, rest)
