@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import random
+
+import torch
 
 import clearhead as ch
 from clearhead.run.serve.engine import ServeEngine
@@ -69,10 +72,21 @@ def repeating(draw: random.Random, count: int) -> list[list[int]]:
     return [draw.choice(phrases) * draw.randint(3, 9) + draw.choice(phrases) for _ in range(count)]
 
 
-def mixed(m: ch.Model, seed: int, guessing: bool = False, exact: bool = False) -> ServeEngine:
+def near(m: ch.Model, noise: float = 0.02) -> ch.Model:
+    """A draft model that mostly gives the same tokens."""
+    other, draw = copy.deepcopy(m), torch.Generator().manual_seed(3)
+    for weight in other.model.parameters():
+        weight.data += noise * torch.randn(weight.shape, generator=draw).to(weight) * weight.abs().mean()
+    return other
+
+
+def mixed(
+    m: ch.Model, seed: int, guessing: bool = False, exact: bool = False, draft: ch.Model | None = None
+) -> ServeEngine:
     """Serve a random mix, and compare each request that was not cancelled with the same one alone.
 
-    `guessing`: texts repeat themselves, and every guess is read, however little it pays.
+    `guessing`: texts repeat themselves, and every guess is read, however little it pays; so are those of a
+    `draft` model.
     """
     draw = random.Random(seed)
     # On a GPU the kernels take blocks of 16 and more; smaller ones go another way.
@@ -84,10 +98,11 @@ def mixed(m: ch.Model, seed: int, guessing: bool = False, exact: bool = False) -
         block=block,
         cache_tokens=draw.choice([longest, 2 * longest, 8 * longest]),
         exact=exact,
+        draft_tokens=draw.choice([1, 3, 6]) if draft else 1,
     )
-    engine, served = ServeEngine(m, limits), []
-    if guessing:
-        engine.speculation.price.of_one_more = lambda rows, tokens: -1.0
+    engine, served = ServeEngine(m, limits, draft=draft), []
+    if guessing or draft:
+        engine.speculation.price.of_one_more = lambda *given: -1.0
     texts = (repeating if guessing else prompts)(draw, draw.randint(2, 8))
     late = draw.randint(0, len(texts))
     for number, text in enumerate(texts):

@@ -35,6 +35,8 @@ def serve(
     cache_tokens: int | None = None,
     exact: bool = False,
     lookup: int | None = None,
+    draft: Path | None = None,
+    draft_tokens: int = 4,
     retrieve: Retrieve = None,
     passages: Passages = 3,
     drain: float = 30.0,
@@ -58,6 +60,9 @@ def serve(
         max_waiting_tokens: tokens of the prompts that wait
         exact: logits with the same bits whoever shares the batch; slower for one text alone
         lookup: draft tokens looked up in the text itself, where it pays; 0: none; default: 8, on a GPU 0
+        draft (DIR): a smaller model with the first one's vocabulary, which proposes draft tokens; the answers
+            stay the same
+        draft_tokens: tokens that the draft model proposes at a time, where it pays
         drain: seconds that running requests get when the server is told to end
         page: show the page at / also where others reach the server: they see all requests
         log_prompts: write what is asked to stderr, a line each; else nothing of it is written anywhere
@@ -72,13 +77,14 @@ def serve(
       clearhead serve my-model/
       clearhead serve my-model/ --model small=other-model/ --port 9000
       clearhead serve my-model/ --adapter polite=lora-run/
+      clearhead serve my-model/ --draft small-model/
       clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
       clearhead serve my-model/ --retrieve notes.index
     """
     given = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
     updates = dict(tuned := [_named(stated, "adapter") for stated in adapter])
     folders, names = dict(given), [name for name, _ in (*given, *tuned)]
-    for one in (*folders.values(), *updates.values()):
+    for one in (*folders.values(), *updates.values(), *([] if draft is None else [draft])):
         check_inputs(one)
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice is not None, f"two models are called {twice}: give one another name")
@@ -106,11 +112,12 @@ def serve(
         cache_tokens,
         exact,
         lookup=lookup,
+        draft_tokens=draft_tokens,
         max_length=max_model_len,
     )
     listening = bind(host, port)
     engines = {
-        name: _engine(where, limits, device, dtype, updates if where is folder else {})
+        name: _engine(where, limits, device, dtype, *((updates, draft) if where is folder else ()))
         for name, where in folders.items()
     }
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
@@ -192,7 +199,12 @@ def batch(
 
 
 def _engine(
-    folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
+    folder: Path,
+    limits: object,
+    device: str,
+    dtype: str | None,
+    adapters: Mapping[str, Path] | None = None,
+    draft: Path | None = None,
 ) -> ServeEngine:
     from clearhead.run.serve.adapters import open_adapter
     from clearhead.run.serve.engine import ServeEngine
@@ -201,7 +213,8 @@ def _engine(
     assert isinstance(limits, Limits)
     m = load_model(folder, device=device, dtype=dtype)
     updates = {name: open_adapter(m, name, where) for name, where in (adapters or {}).items()}
-    return ServeEngine(m, limits, updates)
+    smaller = None if draft is None else load_model(draft, device=device, dtype=dtype)
+    return ServeEngine(m, limits, updates, smaller)
 
 
 def _named(given: str, option: str) -> tuple[str, Path]:

@@ -8,6 +8,7 @@ import torch
 
 from clearhead.core.config import StackSpec
 from clearhead.errors import refuse
+from clearhead.run.generate.request import DEFAULTS
 from clearhead.run.serve.kv_cache import Group, Pool, blocks_for, token_bytes
 
 CHUNK_BLOCKS = 16  # blocks of a prompt that a GPU reads together
@@ -28,6 +29,7 @@ class Limits:
     exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
     chunk: int | None = None  # tokens of a prompt read together, a multiple of block; default: block; GPU: 16
     lookup: int | None = None  # draft tokens from a sequence's own text at most; default: 8; GPU: 0, none
+    draft_tokens: int = DEFAULTS["draft_tokens"]  # of a draft model at a time, at most
     max_length: int | None = None  # tokens of a prompt and its answer together; default: the model's own
     rows: bool = True  # take the last tokens of texts through the step in C, where it runs
 

@@ -103,6 +103,7 @@ class ServedSequence(Sequence):
         self.preempted = 0  # how often
         self.placed = False  # whether it is among those that run
         self.drafts: DraftTokens | None = None  # once there were any
+        self.most_drafts: int | None = None  # draft tokens of a step at most; None: the engine decides
         self.tables: dict[Group, Table] = {}
         self.names: list[PrefixKey] = []
         self.restart()
@@ -186,7 +187,8 @@ class ServedSequence(Sequence):
         if self.drafts is None or not self.drafts.read:
             return 0, 0
         self.read = self.planned = min(self.read, len(self.tokens) - 1)
-        return self.drafts.end(self.tokens)
+        drafts, self.drafts = self.drafts, None if self.done else self.drafts
+        return drafts.end(self.tokens)
 
     def cancel(self) -> None:
         """Cancel the request; the engine frees its room at its next step."""
@@ -245,6 +247,8 @@ class ServedSequence(Sequence):
         for table in self.tables.values():
             table.clear()
         self.states, self.adapter = {}, None  # the server remembers requests that have ended
+        if self.drafts is not None and not self.drafts.read:  # else they are counted first
+            self.drafts = None
         self._done.set()
         if self.on_update is not None:
             self.on_update(self, rest)
