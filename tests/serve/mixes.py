@@ -81,12 +81,17 @@ def near(m: ch.Model, noise: float = 0.02) -> ch.Model:
 
 
 def mixed(
-    m: ch.Model, seed: int, guessing: bool = False, exact: bool = False, draft: ch.Model | None = None
+    m: ch.Model,
+    seed: int,
+    guessing: bool = False,
+    exact: bool = False,
+    draft: ch.Model | None = None,
+    cache: str | None = None,
 ) -> ServeEngine:
     """Serve a random mix, and compare each request that was not cancelled with the same one alone.
 
     `guessing`: texts repeat themselves, and every guess is read, however little it pays; so are those of a
-    `draft` model.
+    `draft` model. `cache`: how keys are kept, in the engine and alone.
     """
     draw = random.Random(seed)
     # On a GPU the kernels take blocks of 16 and more; smaller ones go another way.
@@ -99,6 +104,7 @@ def mixed(
         cache_tokens=draw.choice([longest, 2 * longest, 8 * longest]),
         exact=exact,
         draft_tokens=draw.choice([1, 3, 6]) if draft else 1,
+        cache=cache,
     )
     engine, served = ServeEngine(m, limits, draft=draft), []
     if guessing or draft:
@@ -128,11 +134,13 @@ def mixed(
         found = seq.wait(0)
         if number in cancelled and found.stop_reason == "cancelled":
             continue
-        alone = m.generate(text, num_beams=1, **asked)
+        alone = m.generate(text, num_beams=1, cache=cache, **asked)
         same = (found.ids, found.text, found.stop_reason) == (alone.ids, alone.text, alone.stop_reason)
         assert same, f"seed {seed}, request {number}: {found} served, {alone} alone"
         if alone.logprobs is not None:
-            assert max((abs(a - b) for a, b in zip(found.logprobs, alone.logprobs)), default=0) < 1e-4
+            # A key that differs in its last bit may be rounded to the next of 255 codes.
+            near = 1e-2 if cache and next(m.model.parameters()).dtype != torch.float64 else 1e-4
+            assert max((abs(a - b) for a, b in zip(found.logprobs, alone.logprobs)), default=0) < near
     assert engine.pool is not None
     assert engine.pool.used == 0
     return engine

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from clearhead.app.commands.common import Folder, check_inputs, load_model, print_notes
 from clearhead.app.commands.retrieve import Passages, Retrieve
@@ -33,6 +33,7 @@ def serve(
     step_tokens: int = 512,
     max_running: int = 64,
     cache_tokens: int | None = None,
+    cache: Literal["int8"] | None = None,
     exact: bool = False,
     lookup: int | None = None,
     draft: Path | None = None,
@@ -58,6 +59,8 @@ def serve(
         api_key_file: keys, one on a line, of which a request must have one; also: $CLEARHEAD_API_KEY
         max_waiting: requests that wait; more get 429; default: an eighth of max-running
         max_waiting_tokens: tokens of the prompts that wait
+        cache: int8: keys and values in 8 bits, so that the same memory holds nearly four times the tokens of
+            float32; slower on a CPU
         exact: logits with the same bits whoever shares the batch; slower for one text alone
         lookup: draft tokens looked up in the text itself, where it pays; 0: none; default: 8, on a GPU 0
         draft (DIR): a smaller model with the first one's vocabulary, which proposes draft tokens; the answers
@@ -114,6 +117,7 @@ def serve(
         lookup=lookup,
         draft_tokens=draft_tokens,
         max_length=max_model_len,
+        cache=cache,
     )
     listening = bind(host, port)
     engines = {

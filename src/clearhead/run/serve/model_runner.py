@@ -34,7 +34,16 @@ from clearhead.run.kernels.parts import Direct, PackedLinear, like
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.serve.adapters import AdaptedLayers
 from clearhead.run.serve.decode_runner import CpuRunner, CudaGraphRunner
-from clearhead.run.serve.kv_cache import Chunk, PagedCache, Pool, Slots, SourceTokens, group_of
+from clearhead.run.serve.kv_cache import (
+    Chunk,
+    Int8Slots,
+    PagedCache,
+    Pool,
+    Slots,
+    SourceTokens,
+    group_of,
+    read_slots,
+)
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import Plan, ServedSequence
 from clearhead.variants.caches import StateKeys
@@ -49,11 +58,10 @@ class ChunkView:
     view: masks.View
     slots: Slots | None = None
 
-    def keys(self, x: Tensor) -> Tensor:
+    def keys(self, x: Tensor | Int8Slots) -> Tensor:
         """Return the keys or values that this chunk reads: [1, K, S, E]."""
-        if self.slots is None:
-            return x[:, :, self.span]
-        return x[:, :, self.slots] if isinstance(self.slots, slice) else x.index_select(2, self.slots)
+        slots = self.span if self.slots is None else self.slots
+        return x.at(slots) if isinstance(x, Int8Slots) else read_slots(x, slots)
 
 
 @dataclass(frozen=True)
@@ -248,7 +256,8 @@ class ModelRunner:
     def __init__(self, model: Transformer, limits: Limits) -> None:
         spec = model.main.spec
         self.decode_runner: CpuRunner | CudaGraphRunner | None = None
-        if spec.causal and model.config.head == "lm" and limits.rows:
+        floats = limits.cache is None  # all that its kernels read
+        if spec.causal and model.config.head == "lm" and limits.rows and floats:
             self.decode_runner = CpuRunner.make(model, limits.exact) or CudaGraphRunner.make(
                 model, limits.running, limits.block
             )
