@@ -156,7 +156,11 @@ def test_the_line_has_an_end(byte_tokenizer):
     ("options", "message"),
     [
         ({"num_beams": 4}, "num_beams 4 is not served"),
-        ({"lookup": 3}, "lookup 3 is not served"),
+        ({"num_return": 2}, "num_return 2 is not served.*: send n"),
+        ({"lookup": -1}, "lookup -1 must be"),
+        ({"compile": True}, "compile True is not served"),
+        ({"early_exit": 0.5}, "early_exit 0.5 is not served"),
+        ({"cache": "int8"}, "cache int8 is not served.*: start it with --cache int8"),
         ({"overflow": "slide"}, 'overflow "slide" is not served'),
         ({"temprature": 1}, "did you mean"),
         ({"max_new_tokens": 120}, "positions"),

@@ -1,4 +1,4 @@
-"""Options of a server: a draft model, keys in 8 bits. What a request gets is what `generate` gives it alone."""
+"""Options of a server, such as a draft model: what a request gets is what `generate` gives it alone."""
 
 from __future__ import annotations
 
@@ -198,3 +198,37 @@ def test_a_pool_in_8_bits_holds_nearly_four_times_the_tokens_in_the_same_bytes(m
     used = [sum(part.nbytes for parts in pool.layers.values() for part in parts) for pool in pools]
     assert max(used) < 1.1 * (1 << 22)
     assert 3.7 < tokens[1] / tokens[0] < 4
+
+
+# What a request may say of them -----------------------------------------------------------------------------
+
+
+@pytest.mark.cpu  # on a GPU nothing is looked up
+@pytest.mark.parametrize("name", ["lookup", "draft_tokens"])
+def test_a_request_bounds_its_draft_tokens(name, every_guess_pays, byte_tokenizer):
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    m.special.clear()
+    text, options = [40, 41, 42] * 6, {"max_new_tokens": 20}
+    for most, draft in ((1, None), (3, None), (1, m), (2, m), (50, m)):
+        engine = ServeEngine(m, Limits(block=8), draft=draft)
+        seqs = [engine.submit(text, {**options, name: most}), engine.submit(text, {**options, "lookup": 0})]
+        read = [0, 0]
+        while engine.busy:
+            before = [seq.drafts for seq in seqs]
+            engine.step()
+            read = [max(old, len(one.found) if one else 0) for old, one in zip(read, before)]
+        assert read == [min(most, engine.speculation.most), 0]
+        assert {tuple(seq.wait(0).ids) for seq in seqs} == {tuple(m.generate(text, **options).ids)}
+
+
+def test_options_that_ask_for_what_the_server_does_are_taken(byte_tokenizer):
+    m = mixes.model("rope-gqa", byte_tokenizer)
+    wanted = m.generate(PROMPT, 9, cache="int8").ids
+    nothing = {"num_beams": 1, "num_return": 1, "compile": False, "reuse": True, "early_exit": None}
+    engine = ServeEngine(m, Limits(block=8, cache="int8"))
+    seqs = [
+        engine.submit(PROMPT, {"max_new_tokens": 9, **more}) for more in ({}, {"cache": "int8", **nothing})
+    ]
+    assert [found.ids for found in served(engine, *seqs)] == [wanted] * 2
+    with pytest.raises(InputError, match="cache 'int4' is not known"):
+        Limits(cache="int4")

@@ -41,6 +41,7 @@ from clearhead.run.serve.sequence import (
     ServeOptions,
     check_served,
     plain_greedy,
+    served_options,
 )
 from clearhead.run.serve.speculation import Speculation
 
@@ -151,11 +152,15 @@ class ServeEngine:
         after: ServedSequence | None = None,
         joined: bool = False,
     ) -> ServedSequence:
-        """Queue a sequence to generate; `options` are those of `generate`."""
+        """Queue a sequence to generate; `options` are those of `generate`.
+
+        Of `lookup` and `draft_tokens`, the smaller one bounds its draft tokens.
+        """
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
         assert self.pool is not None
         limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
-        seq = ServedSequence(self.m, prompt, options or {}, serving or ServeOptions(), on_update)
+        given = served_options(options or {}, self.limits.cache)
+        seq = ServedSequence(self.m, prompt, given, serving or ServeOptions(), on_update)
         seq.after = after
         needed = len(seq.prompt) + seq.most
         if max(needed, seq.sources) > self.max_length:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from clearhead.errors import hints_of, refuse, refusing
-from clearhead.run.generate.request import CONSTRAINTS, OPTIONS, Request
+from clearhead.run.generate.request import CONSTRAINTS, DEFAULTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
 MOST_INPUTS = 2048  # prompts or texts of one request
@@ -62,8 +62,11 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
+    # Options of `generate` that HTTP does not have, at their defaults.
+    **{name: (DEFAULTS[name],) for name, stated in OPTIONS.items() if not stated.http},
 }
 
 

@@ -18,7 +18,7 @@ from clearhead.learn.tasks.generation import Hooks, Prompt, asked_for, generatio
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.checks import check_request
-from clearhead.run.generate.request import DEFAULTS, OPTIONS
+from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
 from clearhead.run.generate.sampling import argmax, logprobs_of
 from clearhead.run.generate.sequence import Sampler, Sequence
 from clearhead.run.generate.speculate import DraftTokens
@@ -71,12 +71,10 @@ class ServedSequence(Sequence):
         serving: ServeOptions,
         on_update: OnUpdate | None = None,
     ) -> None:
-        """Check what is asked and encode the prompt; `on_update` is called from the engine's thread."""
-        for name, value in options.items():
-            refuse(
-                name in OPTIONS and not OPTIONS[name].served and value not in (DEFAULTS[name], None),
-                f"{name} {value} is not served: the engine decides how texts are generated: leave it out",
-            )
+        """Check what is asked and encode the prompt; `on_update` is called from the engine's thread.
+
+        `options` are `served_options`.
+        """
         self._cancelled, self._done = threading.Event(), threading.Event()
         request, (text,), ends = asked_for(m, [prompt], options, Hooks(cancel=self._cancelled))
         refuse(
@@ -103,7 +101,8 @@ class ServedSequence(Sequence):
         self.preempted = 0  # how often
         self.placed = False  # whether it is among those that run
         self.drafts: DraftTokens | None = None  # once there were any
-        self.most_drafts: int | None = None  # draft tokens of a step at most; None: the engine decides
+        bounds = [options[name] for name in ("lookup", "draft_tokens") if options.get(name) is not None]
+        self.most_drafts = min(bounds, default=None)  # draft tokens of a step; None: the engine decides
         self.tables: dict[Group, Table] = {}
         self.names: list[PrefixKey] = []
         self.restart()
@@ -255,6 +254,18 @@ class ServedSequence(Sequence):
 
 
 Plan = list[Chunk[ServedSequence]]  # what a step runs
+
+
+def served_options(options: Mapping[str, Any], cache: str | None) -> dict[str, Any]:
+    """Return the options of a request without `cache`, which holds for the whole engine.
+
+    Refuse what no engine does for one request, and another cache than the engine's.
+    """
+    for name, value in options.items():
+        nothing = (cache, None) if name == "cache" else (DEFAULTS.get(name), *UNUSED)
+        why = OPTIONS[name].unserved if name in OPTIONS else ""
+        refuse(why and value not in nothing, f"{name} {value} is not served: {why}")
+    return {name: value for name, value in options.items() if name != "cache"}
 
 
 def check_served(model: Transformer) -> None:
