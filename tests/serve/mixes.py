@@ -8,6 +8,7 @@ import random
 import torch
 
 import clearhead as ch
+from clearhead.run.serve.adapters import Updates
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import ServeOptions
@@ -80,6 +81,23 @@ def near(m: ch.Model, noise: float = 0.02) -> ch.Model:
     return other
 
 
+def change(
+    engine: ServeEngine,
+    draw: random.Random,
+    loaded: dict[str, ch.Model],
+    tuned: list[tuple[Updates, ch.Model]],
+) -> None:
+    """Load an adapter under a name, or in place of one, or unload it, or do nothing."""
+    name, what = draw.choice("ab"), draw.randint(0, 2)
+    if what < 2:
+        updates, model = draw.choice(tuned)
+        engine.load_adapter(name, updates, replace=True)
+        loaded[name] = model
+    elif name in loaded:
+        engine.unload_adapter(name)
+        del loaded[name]
+
+
 def mixed(
     m: ch.Model,
     seed: int,
@@ -87,11 +105,13 @@ def mixed(
     exact: bool = False,
     draft: ch.Model | None = None,
     cache: str | None = None,
+    tuned: list[tuple[Updates, ch.Model]] | None = None,
 ) -> ServeEngine:
     """Serve a random mix, and compare each request that was not cancelled with the same one alone.
 
     `guessing`: texts repeat themselves, and every guess is read, however little it pays; so are those of a
-    `draft` model. `cache`: how keys are kept, in the engine and alone.
+    `draft` model. `cache`: how keys are kept, in the engine and alone. `tuned`: adapters and the models
+    with them, of which one is loaded under a name, or unloaded, before a request comes.
     """
     draw = random.Random(seed)
     # On a GPU the kernels take blocks of 16 and more; smaller ones go another way.
@@ -111,6 +131,7 @@ def mixed(
         engine.speculation.price.of_one_more = lambda *given: -1.0
     texts = (repeating if guessing else prompts)(draw, draw.randint(2, 8))
     late = draw.randint(0, len(texts))
+    models, loaded = [], {"": m}  # of each request the one it means; of each name the one it means now
     for number, text in enumerate(texts):
         if number >= late:  # they come while others run
             for _ in range(draw.randint(0, 4)):
@@ -118,9 +139,12 @@ def mixed(
         asked = options(draw)
         if guessing and "temperature" in asked:
             asked["temperature"] = draw.choice([0.05, 0.3, 1.0])
-        served.append(
-            (text, asked, engine.submit(text, asked, ServeOptions(salt=draw.choice(["", "", "a"]))))
-        )
+        if tuned:
+            change(engine, draw, loaded, tuned)
+        salt = draw.choice(["", "", "a"])
+        serving = ServeOptions(salt=salt, adapter=draw.choice([*loaded]) if tuned else "")
+        models.append(loaded[serving.adapter])
+        served.append((text, asked, engine.submit(text, asked, serving)))
     cancelled = {draw.randrange(len(served))} if draw.random() < 0.3 else set()
     turn = 0
     while engine.busy:
@@ -134,7 +158,7 @@ def mixed(
         found = seq.wait(0)
         if number in cancelled and found.stop_reason == "cancelled":
             continue
-        alone = m.generate(text, num_beams=1, cache=cache, **asked)
+        alone = models[number].generate(text, num_beams=1, cache=cache, **asked)
         same = (found.ids, found.text, found.stop_reason) == (alone.ids, alone.text, alone.stop_reason)
         assert same, f"seed {seed}, request {number}: {found} served, {alone} alone"
         if alone.logprobs is not None:

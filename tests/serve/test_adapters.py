@@ -274,3 +274,12 @@ def test_a_layer_that_sees_no_rows_of_a_step_takes_no_adapter(shape, layer, byte
     update = torch.ones(1, part.in_features), torch.ones(part.out_features, 1)
     with pytest.raises(InputError, match=f"adapter x updates {name}, which cannot take an adapter"):
         ServeEngine(m).load_adapter("x", {name: update})
+
+
+@pytest.mark.parametrize(("shape", "seed"), [("rope-gqa", 5), ("windows", 8), ("translator", 3)])
+def test_a_mix_with_adapters_that_come_and_go_equals_each_merged_model_alone(shape, seed, byte_tokenizer):
+    m = mixes.model(shape, byte_tokenizer)
+    models = [tuned(m, 1, ("q", "v")), tuned(m, 2, ("out", "up", "down"))]
+    pairs = [(updates_of(m.model, other.model, "x"), other) for other in models]
+    engine = mixes.mixed(m, seed, tuned=pairs, draft=mixes.near(m))
+    assert engine.adapter_names and engine.stats.drafted > 0
