@@ -6,6 +6,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.hub.tokens.chat import KNOWN
+from clearhead.run.generate.speculate import RowPrice
 from tests.serve import mixes
 
 
@@ -35,3 +36,9 @@ def reader(byte_tokenizer) -> ch.Model:
 def judge(byte_tokenizer) -> ch.Model:
     """A model of pairs."""
     return mixes.model("learned", byte_tokenizer, family="encoder", head="classifier", n_classes=1)
+
+
+@pytest.fixture
+def every_guess_pays(monkeypatch):
+    """Draft tokens are verified, whatever steps have cost."""
+    monkeypatch.setattr(RowPrice, "of_one_more", lambda *given: -1.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,10 +13,11 @@ from clearhead.learn.tasks import reading
 from clearhead.run.generate.speculate import RowPrice
 from clearhead.run.kernels import library
 from clearhead.run.serve.decode_runner import CudaGraphRunner
-from clearhead.run.serve.engine import FEW, ServeEngine
+from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.kv_cache import BlockPool, PrefixKey, chain
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import ServeOptions
+from clearhead.run.serve.speculation import FEW
 from clearhead.run.serve.status import Metrics
 from tests import harness
 from tests.serve import mixes
@@ -52,24 +55,31 @@ def products(enabled: bool):
 
 
 @pytest.mark.filterwarnings("ignore:TF32")
-@pytest.mark.parametrize(("shape", "enabled"), [("rope-gqa", True), ("windows", False), ("states", True)])
-def test_logits_have_the_same_bits_whoever_is_in_the_batch(shape, enabled, byte_tokenizer):
+@pytest.mark.parametrize(
+    ("shape", "enabled", "cache"),
+    [
+        ("rope-gqa", True, None),
+        ("windows", False, None),
+        ("states", True, None),
+        ("rope-gqa", True, "int8"),
+        ("windows", False, "int8"),
+    ],
+)
+def test_logits_have_the_same_bits_whoever_is_in_the_batch(shape, enabled, cache, byte_tokenizer):
     """Alone, in company, after a preemption, and with a prefix that another request has read."""
     m = mixes.model(shape, byte_tokenizer)
     m.special.clear()
     with products(enabled):
         if not ServeEngine(m, Limits(exact=True)).exact:
             pytest.skip("on this machine the library's products depend on the number of rows")
-        roomy = Limits(tokens=16, block=8, exact=True)
+        roomy = Limits(tokens=16, block=8, exact=True, cache=cache)
         ids, alone, *_ = heard(m, roomy, [PROMPT], 0, 12)
         others = [list(range(100 + n, 100 + n + 7 * n + 1)) for n in range(4)]
         assert heard(m, roomy, [*others, PROMPT], 4, 12)[:2] == (ids, alone)
         again = heard(m, roomy, [PROMPT[:33] + [5], *others, PROMPT], 5, 12)
         assert again[:2] == (ids, alone)
         assert (again[2].cached > 0) == all(kind.chooses for kind in m.config.main.kinds)
-        tight = heard(
-            m, Limits(tokens=16, block=8, cache_tokens=80, exact=True), [list(range(100, 130)), PROMPT], 1, 12
-        )
+        tight = heard(m, replace(roomy, cache_tokens=80), [list(range(100, 130)), PROMPT], 1, 12)
         assert tight[:2] == (ids, alone)
         assert tight[2].preempted > 0
 
@@ -146,7 +156,11 @@ def test_the_line_has_an_end(byte_tokenizer):
     ("options", "message"),
     [
         ({"num_beams": 4}, "num_beams 4 is not served"),
-        ({"lookup": 3}, "lookup 3 is not served"),
+        ({"num_return": 2}, "num_return 2 is not served.*: send n"),
+        ({"lookup": -1}, "lookup -1 must be"),
+        ({"compile": True}, "compile True is not served"),
+        ({"early_exit": 0.5}, "early_exit 0.5 is not served"),
+        ({"cache": "int8"}, "cache int8 is not served.*: start it with --cache int8"),
         ({"overflow": "slide"}, 'overflow "slide" is not served'),
         ({"temprature": 1}, "did you mean"),
         ({"max_new_tokens": 120}, "positions"),
@@ -332,11 +346,6 @@ def test_recorded_steps_write_what_the_ragged_row_writes(shape, byte_tokenizer):
 
 
 LOOP = [40, 41, 42] * 6
-
-
-@pytest.fixture
-def every_guess_pays(monkeypatch):
-    monkeypatch.setattr(RowPrice, "of_one_more", lambda *given: -1.0)
 
 
 @pytest.mark.cpu  # on a GPU nothing is guessed

@@ -160,8 +160,20 @@ NOTHING = [
     {"parallel_tool_calls": True},
     {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"},
     {"prompt_cache_key": "k", "modalities": ["text"]},
+    {
+        "use_beam_search": False,
+        "num_beams": 1,
+        "length_penalty": 1.0,
+        "early_stopping": False,
+        "reuse": False,
+    },
+    {"lookup": 0},
+    {"draft_tokens": 2},
 ]
-SOMETHING = [{"tools": [{}]}, {"logit_bias": {"5": 1}}, {"store": True}, {"best_of": 3}, {"suffix": "x"}]
+SOMETHING = [
+    *({"tools": [{}]}, {"logit_bias": {"5": 1}}, {"store": True}, {"best_of": 3}, {"suffix": "x"}),
+    *({"use_beam_search": True}, {"num_beams": 2}, {"early_exit": 0.5}, {"cache": "int8"}),
+]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from clearhead.app.commands.common import Folder, check_inputs, load_model, print_notes
 from clearhead.app.commands.retrieve import Passages, Retrieve
@@ -33,8 +33,11 @@ def serve(
     step_tokens: int = 512,
     max_running: int = 64,
     cache_tokens: int | None = None,
+    cache: Literal["int8"] | None = None,
     exact: bool = False,
     lookup: int | None = None,
+    draft: Path | None = None,
+    draft_tokens: int = 4,
     retrieve: Retrieve = None,
     passages: Passages = 3,
     drain: float = 30.0,
@@ -43,6 +46,7 @@ def serve(
     share_prefix_cache: bool = False,
     cors: Repeated = (),
     max_model_len: int | None = None,
+    allow_adapter_loading: bool = False,
     device: str = "auto",
     dtype: str | None = None,
 ) -> None:
@@ -55,8 +59,13 @@ def serve(
         api_key_file: keys, one on a line, of which a request must have one; also: $CLEARHEAD_API_KEY
         max_waiting: requests that wait; more get 429; default: an eighth of max-running
         max_waiting_tokens: tokens of the prompts that wait
+        cache: int8: keys and values in 8 bits, so that the same memory holds nearly four times the tokens of
+            float32; slower on a CPU
         exact: logits with the same bits whoever shares the batch; slower for one text alone
         lookup: draft tokens looked up in the text itself, where it pays; 0: none; default: 8, on a GPU 0
+        draft (DIR): a smaller model with the first one's vocabulary, which proposes draft tokens; the answers
+            stay the same
+        draft_tokens: tokens that the draft model proposes at a time, where it pays
         drain: seconds that running requests get when the server is told to end
         page: show the page at / also where others reach the server: they see all requests
         log_prompts: write what is asked to stderr, a line each; else nothing of it is written anywhere
@@ -64,18 +73,21 @@ def serve(
             have asked
         cors (ORIGIN): let pages of another server ask, such as http://localhost:3000; *: any
         max_model_len: tokens of a prompt and its answer together; default: the model's own length
+        allow_adapter_loading: let requests load adapters from directories of this machine, and unload them:
+            /v1/load_lora_adapter, /v1/unload_lora_adapter
 
     For example:
       clearhead serve my-model/
       clearhead serve my-model/ --model small=other-model/ --port 9000
       clearhead serve my-model/ --adapter polite=lora-run/
+      clearhead serve my-model/ --draft small-model/
       clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
       clearhead serve my-model/ --retrieve notes.index
     """
     given = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
     updates = dict(tuned := [_named(stated, "adapter") for stated in adapter])
     folders, names = dict(given), [name for name, _ in (*given, *tuned)]
-    for one in (*folders.values(), *updates.values()):
+    for one in (*folders.values(), *updates.values(), *([] if draft is None else [draft])):
         check_inputs(one)
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice is not None, f"two models are called {twice}: give one another name")
@@ -103,11 +115,13 @@ def serve(
         cache_tokens,
         exact,
         lookup=lookup,
+        draft_tokens=draft_tokens,
         max_length=max_model_len,
+        cache=cache,
     )
     listening = bind(host, port)
     engines = {
-        name: _engine(where, limits, device, dtype, updates if where is folder else {})
+        name: _engine(where, limits, device, dtype, *((updates, draft) if where is folder else ()))
         for name, where in folders.items()
     }
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
@@ -126,7 +140,8 @@ def serve(
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("clearhead.run.serve").setLevel(logging.INFO)
     shown = page or is_loopback(host)
-    app = make_server(engines, host, keys, drain, served, shown, log_prompts, share_prefix_cache, cors)
+    options = (served, shown, log_prompts, share_prefix_cache, cors, allow_adapter_loading)
+    app = make_server(engines, host, keys, drain, *options)
     Connection.most, Connection.refusal = connections_allowed(), app.state.admission.early
     config = uvicorn.Config(
         app,
@@ -188,24 +203,22 @@ def batch(
 
 
 def _engine(
-    folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
+    folder: Path,
+    limits: object,
+    device: str,
+    dtype: str | None,
+    adapters: Mapping[str, Path] | None = None,
+    draft: Path | None = None,
 ) -> ServeEngine:
-    from clearhead.hub.peft import is_adapter
-    from clearhead.run.serve.adapters import updates_of
+    from clearhead.run.serve.adapters import open_adapter
     from clearhead.run.serve.engine import ServeEngine
     from clearhead.run.serve.limits import Limits
 
     assert isinstance(limits, Limits)
     m = load_model(folder, device=device, dtype=dtype)
-    updates = {}
-    for name, where in (adapters or {}).items():
-        if is_adapter(where):
-            m.adapters.add(name, where)
-            updates[name] = m.adapters.scaled_matrices(name)
-        else:
-            tuned = load_model(where, device=device, dtype=dtype).model
-            updates[name] = updates_of(m.model, tuned, name)
-    return ServeEngine(m, limits, updates)
+    updates = {name: open_adapter(m, name, where) for name, where in (adapters or {}).items()}
+    smaller = None if draft is None else load_model(draft, device=device, dtype=dtype)
+    return ServeEngine(m, limits, updates, smaller)
 
 
 def _named(given: str, option: str) -> tuple[str, Path]:

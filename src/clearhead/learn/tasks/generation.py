@@ -138,13 +138,8 @@ def asked_for(
         f"{', '.join(unsupported)} with a model that is split over processes, which must go on together: "
         "leave it out",
     )
-    draft = hooks.draft
-    refuse(
-        draft is not None
-        and None not in (m.tokenizer, draft.tokenizer)
-        and m.text_tokenizer.get_vocab() != draft.text_tokenizer.get_vocab(),
-        "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
-    )
+    if hooks.draft is not None:
+        check_draft(m, hooks.draft)
     deadline = None if request.seconds is None else time.monotonic() + request.seconds
     grammars, constraint = None, request.constraint
     if constraint is not None:
@@ -154,6 +149,16 @@ def asked_for(
     ends = Ends(stop_ids, cancel=hooks.cancelled, deadline=deadline, grammars=grammars)
     check_options(m.model, request, ends)
     return request, texts, ends
+
+
+def check_draft(m: Bundle, draft: Bundle) -> None:
+    """Refuse a draft model with another vocabulary."""
+    refuse(
+        None not in (m.tokenizer, draft.tokenizer)
+        and m.text_tokenizer.get_vocab() != draft.text_tokenizer.get_vocab(),
+        "the draft's tokenizer has another vocabulary than the model's: choose a draft that shares it",
+    )
+    speculate.check_draft(m.model, draft.model)
 
 
 def _search(

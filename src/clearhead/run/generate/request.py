@@ -65,7 +65,7 @@ class Option(NamedTuple):
     flag: str = ""  # its name in the command, where that is another
     http: str = ""  # its name in the body of an HTTP request; "": none
     own: str = ""  # its name in generation_config.json; "": that file does not decide it
-    served: bool = True  # False: the serving engine decides this itself, and takes the default alone
+    unserved: str = ""  # why a server refuses it in a request, and what to do; "": it does not
     keep: "Callable[[Tensor, Any], Tensor] | None" = None  # removes tokens from logits [B, V] / temperature
 
 
@@ -175,9 +175,12 @@ class Request:
 
     num_beams: int = option(
         1, "search for the best text with this many beams; 1: no search", "beam", FROM_1, flag="beams",
-        own="num_beams", served=False,
+        own="num_beams", unserved="texts of a server grow by one token at a time: ask generate for beams",
     )
-    num_return: int = option(1, "how many of the best beams to give", "beam", FROM_1, served=False)
+    num_return: int = option(
+        1, "how many of the best beams to give", "beam", FROM_1,
+        unserved="a server has no beams: send n for several texts",
+    )
     length_penalty: float = option(
         1.0, "of beams: above 0 favours long texts, below 0 short ones", "beam",
         Bounds(-20, 20, "is outside [-20, 20]: it is an exponent, 1 takes the mean"), own="length_penalty",
@@ -270,24 +273,27 @@ class Request:
     logprobs: bool = option(False, "report the log-probability of each new token")
     alternatives: int = option(0, "report so many of the best tokens at each step")
     reuse: bool = option(
-        False, "keep the cache: the next prompt is computed from where it differs", served=False
+        False, "keep the cache: the next prompt is computed from where it differs; a server always does"
     )
     lookup: int = option(
         0, "prompt lookup: draft this many tokens at a time from the text itself; 0: off", "speculative",
-        FROM_0, served=False,
+        FROM_0, http="lookup",
     )
-    draft_tokens: int = option(4, "tokens that the --draft model proposes at a time", "speculative", FROM_1)
+    draft_tokens: int = option(
+        4, "tokens that the --draft model proposes at a time", "speculative", FROM_1, http="draft_tokens"
+    )
     compile: bool | None = option(
         None, "torch.compile the decode step; default: only capture a CUDA graph, on a GPU", "speed",
-        served=False,
+        unserved="a server decides how its steps run: leave it out",
     )
     cache: Literal["int8"] | None = option(
-        None, "quantize the KV cache to 8 bits: a quarter of the memory of float32", "speed", served=False
+        None, "quantize the KV cache to 8 bits: a quarter of the memory of float32", "speed",
+        unserved="a server keeps all keys in one way: start it with --cache int8",
     )
     early_exit: float | None = option(
         None, "skip the layers left once the best token is more probable than this", "speed",
         Bounds(0, 1, "is outside (0, 1]: it is a probability, and at 1 no layer is skipped", above=True),
-        served=False,
+        unserved="the texts of a step of a server go through all layers together: ask generate for it",
     )
     exit_from: int | None = option(
         None, "of early_exit: ask first after so many layers; default: half", "speed", FROM_1

@@ -247,6 +247,12 @@ class Dice:
         """Return the next number, in float64."""
         return float(torch.rand((), generator=self.generator, dtype=torch.float64).item())
 
+    def copy(self) -> "Dice":
+        """Return another one that gives the same numbers from here on."""
+        other = Dice(0)
+        other.generator.set_state(self.generator.get_state())
+        return other
+
 
 def logprobs_of(
     logits: Tensor, tokens: Tensor, alternatives: int

@@ -12,6 +12,7 @@ Shapes: B rows, S source length, V vocabulary, N draft tokens.
 """
 
 import itertools
+import sys
 from collections import abc
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
@@ -82,8 +83,11 @@ class PromptLookup:
 class DraftModel:
     """Draft tokens of a second, smaller model."""
 
-    def __init__(self, model: Transformer, count: int, sampling: Request, prompts: Prompts) -> None:
-        self.model, self.count, self.sources = model, count, prompts.sources
+    def __init__(
+        self, model: Transformer, count: int, sampling: Request, prompts: Prompts, chunk: int = sys.maxsize
+    ) -> None:
+        """Draft up to `count` tokens at a time; a call reads `chunk` tokens at most before it drafts any."""
+        self.model, self.count, self.sources, self.chunk = model, count, prompts.sources, chunk
         # Rules that look back are left to the other model: any q gives the right result.
         shared = ("temperature", *FILTERS, "allowed", "banned")
         self.sampling = Request(**{name: getattr(sampling, name) for name in shared})
@@ -101,13 +105,20 @@ class DraftModel:
         )  # the draft tokens that were accepted
         self.cache.crop(min(self.cache.length, kept))
         self.length, self.drafted, drawn_from = len(tokens), [], []
+        if count > 0 and len(tokens) - self.cache.length > self.chunk:
+            prefill(self.model, [self.unread(tokens)[: self.chunk]], self.cache, *self.sources)
+            return Proposal([])
         while len(self.drafted) < count:
-            unread = tokens[self.cache.length :] if not self.drafted else self.drafted[-1:]
+            unread = self.unread(tokens) if not self.drafted else self.drafted[-1:]
             logits = prefill(self.model, [unread], self.cache, *self.sources)
             q = distribution(adjust_by(logits, self.sampling), self.sampling)
             drawn_from.append(q)
             self.drafted.append(int(draw(q, roll())))
         return Proposal(self.drafted, drawn_from if self.sampling.temperature > 0 else None)
+
+    def unread(self, tokens: list[int]) -> list[int]:
+        """Return those tokens that this model has not read."""
+        return tokens[self.cache.length :]
 
 
 def accept(p: Tensor, q: Tensor, drafted: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,19 +169,24 @@ def verify(
 class DraftTokens:
     """The draft tokens of one sequence, and how often they were right."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self.drafter, self.share = drafter, 0.0
+    def __init__(self, drafter: Drafter, share: float = 0.0) -> None:
+        """`share`: how many are assumed to be right until some were compared."""
+        self.drafter, self.share = drafter, share
         self.start, self.found = 0, list[int]()  # the position of the first, and the tokens
         self.read = 0  # how many of them the step verifies
+        self.without = 0  # steps since there were any, where they are not made in each
 
-    def look(self, tokens: list[int], most: int) -> None:
-        """Compare the last ones with what came, and propose up to `most` tokens behind `tokens`."""
+    def compare(self, tokens: list[int]) -> None:
+        """Compare the last ones with what came."""
         for draft, came in zip(self.found, tokens[self.start :]):
             self.share += LEARNED * ((draft == came) - self.share)
             if draft != came:
                 break
-        self.start, self.read = len(tokens), 0
-        self.found = self.drafter.propose(tokens, most, _nothing).tokens
+        self.start, self.read, self.found = len(tokens), 0, []
+
+    def propose(self, tokens: list[int], most: int, roll: Roll) -> None:
+        """Propose up to `most` tokens that may follow `tokens`, which were compared before."""
+        self.found = self.drafter.propose(tokens, most, roll).tokens
 
     @property
     def proposal(self) -> Proposal:
@@ -181,10 +197,6 @@ class DraftTokens:
         """End a step; return how many were verified, and how many of them `tokens` has."""
         read, self.read = self.read, 0
         return read, agreed(self.found[:read], tokens[self.start :])
-
-
-def _nothing() -> Tensor:
-    return torch.zeros(1)  # what is looked up is not drawn
 
 
 class RowPrice:
@@ -198,8 +210,11 @@ class RowPrice:
         values = (1, rows, seconds, rows * rows, rows * seconds)
         self.sums = [FORGOTTEN * old + new for old, new in zip(self.sums, values)]
 
-    def of_one_more(self, rows: int, tokens: float) -> float:
-        """Return the price of a further row in new tokens, where `rows` rows are worth `tokens` of them."""
+    def of_one_more(self, rows: int, tokens: float, drafting: float = 0.0) -> float:
+        """Return the price of a further row in new tokens, where `rows` rows are worth `tokens` of them.
+
+        `drafting`: seconds that its draft token takes besides.
+        """
         count, all_rows, seconds, squared, mixed = self.sums
         spread = count * squared - all_rows**2
         each = seconds / all_rows if seconds > 0 else 1.0  # the most that a row can cost
@@ -208,7 +223,27 @@ class RowPrice:
         else:
             slope = ASSUMED * each
         whole = seconds / count + slope * (rows - all_rows / count) if seconds > 0 else 1.0
-        return slope * tokens / max(whole, slope)
+        return (slope + drafting) * tokens / max(whole, slope)
+
+
+def check_draft(model: Transformer, draft: Transformer) -> None:
+    """Refuse a draft model whose tokens are not the model's."""
+    for name in ("family", "head", "vocab_size", "source_vocab_size"):
+        mine, theirs = getattr(model.config, name), getattr(draft.config, name)
+        refuse(
+            mine != theirs,
+            f"the draft's {name} is {theirs} and the model's {mine}: "
+            "choose a draft with the same vocabulary and family",
+        )
+
+
+def check_steps_back(*models: Transformer) -> None:
+    """Refuse models that cannot take a rejected token back."""
+    refuse(
+        not all(map(steps_back, models)),
+        "a layer of the model, or of its draft, keeps a state that cannot take a rejected token back: "
+        "leave lookup and draft out",
+    )
 
 
 def drafters_for(
@@ -225,13 +260,7 @@ def drafters_for(
         return [
             PromptLookup(request.lookup, texts[row] if looked_into else ()) for row in rows if request.lookup
         ]
-    for name in ("family", "head", "vocab_size", "source_vocab_size"):
-        mine, theirs = getattr(config, name), getattr(draft.config, name)
-        refuse(
-            mine != theirs,
-            f"the draft's {name} is {theirs} and the model's {mine}: "
-            "choose a draft with the same vocabulary and family",
-        )
+    check_draft(model, draft)
     return [DraftModel(draft, request.draft_tokens, request, prompts.rows([row])) for row in rows]
 
 
@@ -248,11 +277,7 @@ def speculate(
     """Decode with one drafter for each row; the result is that of `decode`."""
     check_request(model, request, prompts, ends)
     models = [model, *(drafter.model for drafter in drafters if isinstance(drafter, DraftModel))]
-    refuse(
-        not all(map(steps_back, models)),
-        "a layer of the model, or of its draft, keeps a state that cannot take a rejected token back: "
-        "leave lookup and draft out",
-    )
+    check_steps_back(*models)
     refuse(
         model.config.rotates_by_length or slides(model, request, prompts) or streams(model, request, prompts),
         "this text is read anew, or forgotten, as it grows past a length: leave lookup and draft out",

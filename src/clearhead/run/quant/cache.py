@@ -1,8 +1,9 @@
 """The cache in 8 bits: keys and values as whole numbers, with one scale for each token and head.
 
 Keys are rounded once, when they are written, and every query reads them so, that of their own token too: what
-a model says does not depend on how many tokens it is given at a time. What is read has the model's dtype, and
-one layer's keys are wide at a time. A layer with a window keeps all keys.
+a model says does not depend on how many tokens it is given at a time. Nor does a token's rounding depend on
+other tokens, so that the server's pool holds the same codes in its blocks (`run/serve/kv_cache.py`). What is
+read has the model's dtype, and one layer's keys are wide at a time. A layer with a window keeps all keys.
 
 Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
 """
@@ -27,7 +28,7 @@ class Int8Keys(LayerKeys):
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Round and append the new keys and values; return those of all tokens."""
         start, stop = self.cache.length, self.cache.length + k.shape[2]
-        new = (*_rounded(k.detach()), *_rounded(v.detach()))
+        new = (*rounded(k.detach()), *rounded(v.detach()))
         before = self.parts or (None,) * len(new)
         room = max(stop, self.cache.reserve)
         self._keep(*(with_room(buffer, one, start, room) for buffer, one in zip(before, new)))
@@ -56,8 +57,8 @@ class Int8Keys(LayerKeys):
 
     def _wide(self, stop: int) -> tuple[Tensor, Tensor]:
         """Return the numbers that codes before slot `stop` stand for."""
-        codes, scales, v_codes, v_scales = (part.narrow(2, 0, stop).to(self.dtype) for part in self.parts)
-        return codes.mul_(scales), v_codes.mul_(v_scales)
+        codes, scales, v_codes, v_scales = (part.narrow(2, 0, stop) for part in self.parts)
+        return widened(codes, scales, self.dtype), widened(v_codes, v_scales, self.dtype)
 
 
 def int8_cache(config: ModelConfig, reserve: int) -> Cache:
@@ -70,9 +71,14 @@ def int8_cache(config: ModelConfig, reserve: int) -> Cache:
     return Cache(reserve, Int8Keys)
 
 
-def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and the scale of each token and head: [B, K, T, E] -> the same of int8, [B, K, T, 1]."""
     wide = torch.promote_types(x.dtype, torch.float32)
     scales = bf16(x.to(wide).abs().amax(-1, keepdim=True) / MOST, up=True)
     codes = x.to(wide) / torch.where(scales == 0, 1.0, scales.to(wide))
     return codes.round().clamp(-MOST, MOST).to(torch.int8), scales
+
+
+def widened(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the numbers that codes stand for: [B, K, S, E] and [B, K, S, 1] -> [B, K, S, E]."""
+    return codes.to(dtype).mul_(scales.to(dtype))

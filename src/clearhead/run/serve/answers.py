@@ -90,7 +90,7 @@ def template_options(template: ChatTemplate, body: ChatBody) -> dict[str, Any]:
 
 
 def _serving(engine: ServeEngine, name: str, body: CompletionBody | ChatBody, owner: str) -> ServeOptions:
-    salt, adapter = f"{owner}:{body.cache_salt or ''}", name if name in engine.adapters else ""
+    salt, adapter = f"{owner}:{body.cache_salt or ''}", name if name in engine.adapter_names else ""
     return ServeOptions(salt, adapter=adapter, inside=tuple(body.inside or ()))
 
 

@@ -1,5 +1,6 @@
 """The HTTP routes: OpenAI's, and those around them. The engines' threads do the work, and this loop waits."""
 
+import asyncio
 import json
 import logging
 import re
@@ -8,6 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -24,6 +26,7 @@ from clearhead.learn.tasks import reading
 from clearhead.learn.tasks.generation import chat_ids, chat_template
 from clearhead.run.generate.stream import token_texts
 from clearhead.run.serve import answers, protocol
+from clearhead.run.serve.adapters import open_adapter
 from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, ChatChoices, Choices, chat_turn, choices_of
 from clearhead.run.serve.audio import add_audio
 from clearhead.run.serve.blocks import Chat
@@ -101,6 +104,7 @@ def make_server(
     log_prompts: bool = False,
     share_prefix_cache: bool = False,
     cors: Sequence[str] = (),
+    adapter_loading: bool = False,
 ) -> FastAPI:
     """Return the routes for models by name; the first is the one a request without a name gets.
 
@@ -108,11 +112,14 @@ def make_server(
     is asked to the log `clearhead.run.serve`, a line of JSON for each request; else nothing of it is written.
     `share_prefix_cache`: requests with different keys share cached prefixes too; else a request finds those
     of its own key alone, since how many of its tokens were cached tells what others have asked. `cors`:
-    origins whose pages may read answers.
+    origins whose pages may read answers. `adapter_loading`: requests may load adapters of directories of this
+    machine, and unload any.
     """
-    metrics = Metrics()
-    named = {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
-    known = list(named)
+    metrics, loading = Metrics(), asyncio.Lock()
+
+    def served() -> dict[str, ServeEngine]:
+        """Return the models and adapters of now, by name."""
+        return {**engines, **{name: engine for engine in engines.values() for name in engine.adapters}}
 
     @asynccontextmanager
     async def life(app: FastAPI) -> Any:
@@ -160,11 +167,18 @@ def make_server(
         return told(request, error, 500)
 
     def engine_of(name: str | None) -> tuple[str, ServeEngine]:
-        found = known[0] if name is None else name
-        if found not in named:
+        known = served()
+        found = next(iter(known)) if name is None else name
+        if found not in known:
             line = f'model "{found}"{nearest(found, known)} is not here: {", ".join(known)} are'
             raise RequestError(line, "model_not_found", 404, "model")
-        return found, named[found]
+        return found, known[found]
+
+    def reader_of(name: str | None) -> tuple[str, ServeEngine]:
+        """Return what answers with the model's own vectors, classes or scores."""
+        found, engine = engine_of(name)
+        refuse(found not in engines, f'adapter "{found}" is for text: name its model, {", ".join(engines)}')
+        return found, engine
 
     def note(engine: ServeEngine, inputs: Sequence[Any]) -> None:
         if log_prompts:
@@ -230,7 +244,7 @@ def make_server(
 
     @app.post("/v1/embeddings")
     async def embeddings(body: protocol.EmbeddingsBody, request: Request) -> Response:
-        name, engine = engine_of(body.model)
+        name, engine = reader_of(body.model)
         refuse(
             body.prompt_name is not None and engine.m.sentences is None,
             f"prompt_name {body.prompt_name!r}: this model has no prompts "
@@ -244,7 +258,7 @@ def make_server(
 
     @app.post("/v1/classify")
     async def classify(body: protocol.TextsBody, request: Request) -> Response:
-        name, engine = engine_of(body.model)
+        name, engine = reader_of(body.model)
         found = await read(engine, body.texts(), reading.classify, request)
         data = [
             {"index": n, "label": one.label, "probability": one.probability, "scores": one.scores}
@@ -257,7 +271,7 @@ def make_server(
 
         With it what both answers have in common: the model, and how many tokens were read.
         """
-        name, engine = engine_of(body.model)
+        name, engine = reader_of(body.model)
         if reading.reads_pairs(engine.m):
             pairs = [(body.query, text) for text in body.documents]
             scores = [one.probability for one in await read(engine, pairs, reading.classify, request)]
@@ -297,22 +311,51 @@ def make_server(
     def detokenize(body: protocol.DetokenizeBody) -> Any:
         return {"prompt": engine_of(body.model)[1].m.decode(body.tokens)}
 
-    def card(name: str, request: Request) -> dict[str, Any]:
-        length = named[name].max_length
+    def check_loading() -> None:
+        if not adapter_loading:
+            line = "this server loads no adapters while it runs: start it with --allow-adapter-loading"
+            raise RequestError(line, "adapter_loading_disabled", 403)
+
+    @app.post("/v1/load_lora_adapter")
+    async def load_lora_adapter(body: protocol.LoadAdapterBody) -> Response:
+        check_loading()
+        name, folder, engine = body.lora_name, Path(body.lora_path), reader_of(body.model)[1]
+        if not folder.is_dir():
+            line = f"lora_path {body.lora_path!r} is no directory on the server: give one with an adapter"
+            raise RequestError(line, "adapter_not_found", 404, "lora_path")
+        async with loading:  # one at a time, since each takes memory
+            taken = served().keys() - ({*engine.adapters} if body.load_inplace else {})
+            refuse(name in taken, f'lora_name "{name}" is taken: unload it first, or choose another name')
+            updates = await run_in_threadpool(open_adapter, engine.m, name, folder)
+            await run_in_threadpool(engine.load_adapter, name, updates, bool(body.load_inplace))
+        return PlainTextResponse(f"adapter {name} is loaded")
+
+    @app.post("/v1/unload_lora_adapter")
+    async def unload_lora_adapter(body: protocol.UnloadAdapterBody) -> Response:
+        check_loading()
+        name = body.lora_name
+        engine = next((one for one in engines.values() if name in one.adapters), next(iter(engines.values())))
+        engine.unload_adapter(name)
+        return PlainTextResponse(f"adapter {name} is unloaded")
+
+    def card(name: str, engine: ServeEngine, request: Request) -> dict[str, Any]:
         if "anthropic-version" in request.headers:
-            return model_card(name, begun, length)
+            return model_card(name, begun, engine.max_length)
+        parent = next(one for one, mine in engines.items() if mine is engine)
         about = {"id": name, "object": "model", "created": begun, "owned_by": "clearhead"}
-        return {**about, "max_model_len": length}
+        return {**about, "max_model_len": engine.max_length, "parent": None if name == parent else parent}
 
     @app.get("/v1/models")
     async def models(request: Request) -> Any:
-        ends = {"first_id": known[0], "last_id": known[-1], "has_more": False}
+        known = served()
+        names = [*known]
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         more = ends if "anthropic-version" in request.headers else {}
-        return {"object": "list", "data": [card(name, request) for name in named], **more}
+        return {"object": "list", "data": [card(*one, request) for one in known.items()], **more}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Any:
-        return card(engine_of(name)[0], request)
+        return card(*engine_of(name), request)
 
     @app.get("/health")
     async def health() -> Response:

@@ -5,11 +5,11 @@ budget leaves (chunked prefill). A sequence waits until the pool has room for it
 the latest one is preempted: it gives its blocks back and later computes its tokens anew. Pooling requests,
 such as embeddings, wait in a queue of their own and alternate with the steps.
 
-Draft tokens, found in a sequence's own text, are further rows of a step, so attention sees the shapes that it
-sees without them. A token is chosen at each row as it always would be, and the rows behind a rejected draft
-token are left out: the tokens are those of plain decoding. Whether a draft token is verified at all depends
-on how often those of this sequence were right, also those that were not verified, and on what a further row
-of a step has cost.
+Draft tokens, found in a sequence's own text or proposed by a draft model, are further rows of a step, so
+attention sees the shapes that it sees without them. A token is chosen at each row as it always would be, and
+the rows behind a rejected draft token are left out: the tokens are those of plain decoding. Whether a draft
+token is verified at all depends on how often those of this sequence were right, also those that were not
+verified, and on what a further row of a step has cost.
 """
 
 import functools
@@ -19,22 +19,19 @@ import time
 from collections import abc, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from clearhead.core.transformer import Transformer
-from clearhead.errors import BusyError, InputError, RequestError, refuse
+from clearhead.errors import BusyError, InputError, RequestError, nearest, refuse
 from clearhead.learn.tasks.generation import Prompt
 from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.checks import steps_back
-from clearhead.run.generate.speculate import Drafter, DraftTokens, Proposal, RowPrice, drafters_for, verify
+from clearhead.run.generate.speculate import Proposal, verify
 from clearhead.run.serve import limits as limiting
-from clearhead.run.serve.adapters import Updates
-from clearhead.run.serve.kv_cache import ALL, Chunk
+from clearhead.run.serve.adapters import Adapter, Updates
+from clearhead.run.serve.kv_cache import ALL
 from clearhead.run.serve.limits import Limits, ServeStats, check_fits, chunk_size, pool_for, window_blocks
 from clearhead.run.serve.model_runner import ModelRunner
 from clearhead.run.serve.pooling import CHARACTERS, InsideView, PoolingQueue, PoolingRequest, with_model
@@ -45,7 +42,9 @@ from clearhead.run.serve.sequence import (
     ServeOptions,
     check_served,
     plain_greedy,
+    served_options,
 )
+from clearhead.run.serve.speculation import Speculation
 
 KEPT = 64  # requests that are remembered once they have ended
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
@@ -55,13 +54,19 @@ class ServeEngine:
     """The requests of one model. `submit` and `read` may be called from any thread, `step` from one."""
 
     def __init__(
-        self, m: Model, limits: Limits | None = None, adapters: Mapping[str, Updates] | None = None
+        self,
+        m: Model,
+        limits: Limits | None = None,
+        adapters: Mapping[str, Updates] | None = None,
+        draft: Bundle | None = None,
     ) -> None:
+        """Serve a model; `draft` is a smaller one with the same vocabulary, which proposes draft tokens."""
         self.m, self.limits, self.stats = m, limits or Limits(), ServeStats()
-        self.adapters = adapters or {}
         # A model of speech takes no steps: it reads windows of sound, one request at a time.
         self.hears = m.config.input == "frames"
-        self.model_runner = None if self.hears else ModelRunner(m.model, self.limits, self.adapters)
+        self.model_runner = None if self.hears else ModelRunner(m.model, self.limits)
+        self.adapters: Mapping[str, Adapter] = {}  # by name; another mapping after each change
+        self.adapter_names: set[str] = set()  # of all that there ever were: none is taken for the model's
         self.pooling_model = m if self.model_runner is None else with_model(m, self.model_runner.runner)
         self.waiting: deque[ServedSequence] = deque()
         self.running: list[ServedSequence] = []  # by arrival
@@ -71,6 +76,8 @@ class ServeEngine:
         self.closed, self._count = False, 0
         self.admitted = 0  # requests that have room and are not submitted yet
         self._wake = threading.Condition()
+        for name, updates in (adapters or {}).items():
+            self.load_adapter(name, updates)
         self._thread: threading.Thread | None = None
         weight, spec = next(m.model.parameters()), m.model.main.spec
         self.chunk = chunk_size(self.limits, weight.is_cuda)
@@ -78,8 +85,12 @@ class ServeEngine:
         self.generates = spec.causal and m.config.head == "lm" and not self.hears
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = self.generates and all(kind.chooses for kind in spec.kinds)
-        self.speculation = Speculation(m.model, self.limits)
+        self.speculation = Speculation(m, self.limits, draft)
         self.pool = None
+        refuse(
+            draft is not None and not self.generates,
+            f"this model's head is {m.config.head}: it generates no text, so leave the draft model out",
+        )
         if self.generates:
             check_served(m.model)
             self.pool = pool_for(spec, self.limits, m.config.max_positions, weight.dtype, weight.device)
@@ -145,12 +156,16 @@ class ServeEngine:
         after: ServedSequence | None = None,
         joined: bool = False,
     ) -> ServedSequence:
-        """Queue a sequence to generate; `options` are those of `generate`."""
+        """Queue a sequence to generate; `options` are those of `generate`.
+
+        Of `lookup` and `draft_tokens`, the smaller one bounds its draft tokens.
+        """
         refuse(self.hears, f"this model reads sound, and no text: {fitting(self.m)}")
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
         assert self.pool is not None
         limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
-        seq = ServedSequence(self.m, prompt, options or {}, serving or ServeOptions(), on_update)
+        given = served_options(options or {}, self.limits.cache)
+        seq = ServedSequence(self.m, prompt, given, serving or ServeOptions(), on_update)
         seq.after = after
         needed = len(seq.prompt) + seq.most
         if max(needed, seq.sources) > self.max_length:
@@ -162,8 +177,11 @@ class ServeEngine:
             )
         check_fits(self.pool, needed, ALL)
         check_fits(self.pool, seq.sources, None)
-        adapter = seq.serving.adapter
-        refuse(adapter and adapter not in self.adapters, f'no adapter is called "{adapter}"')
+        if adapter := seq.serving.adapter:
+            seq.adapter = self.adapters.get(adapter)
+            if seq.adapter is None:
+                line = f'no adapter is called "{adapter}"'
+                raise RequestError(line, "model_not_found", 404, "model")
         if seq.serving.inside:
             refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
             self.inside.check(seq.serving.inside, needed, seq.sources)
@@ -194,6 +212,29 @@ class ServeEngine:
             self.pooling.waiting.append(request)
             self._wake.notify()
         return request
+
+    # Adapters ----------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, updates: Updates, replace: bool = False) -> None:
+        """Let requests name an adapter from now on."""
+        refuse(self.model_runner is None, "a model of speech takes no adapters")
+        assert self.model_runner is not None
+        adapter = self.model_runner.adapted.make(name, updates)
+        with self._wake:
+            refuse(
+                name in self.adapters and not replace,
+                f'an adapter is called "{name}" already: unload it first, or replace it (load_inplace)',
+            )
+            self.adapters = {**self.adapters, name: adapter}
+            self.adapter_names.add(name)
+
+    def unload_adapter(self, name: str) -> None:
+        """Take no more requests with an adapter; those that are there keep it until they end."""
+        with self._wake:
+            if name not in self.adapters:
+                line = f'no adapter is called "{name}"{nearest(name, self.adapters)}'
+                raise RequestError(line, "model_not_found", 404, "lora_name")
+            self.adapters = {other: one for other, one in self.adapters.items() if other != name}
 
     # Steps -------------------------------------------------------------------------------------------------
 
@@ -399,45 +440,3 @@ class ServeEngine:
         self.pooling.close()
         if self._thread is not None:
             self._thread.join(STALLED)
-
-
-LOOKUP = 8  # draft tokens of a sequence at most
-FEW = 8  # sequences that may decode at once; with more of them a step has work enough
-ROWS = 16  # of a step with draft tokens, at most
-
-
-class Speculation:
-    """The draft tokens of an engine: for whom, how many, and what they have cost."""
-
-    def __init__(self, model: Transformer, limits: Limits) -> None:
-        most = LOOKUP if limits.lookup is None else limits.lookup
-        if limits.lookup is None and next(model.parameters()).is_cuda:
-            most = 0  # there further rows of a sequence would not be in the captured CUDA graph
-        self.model, self.most = model, most if steps_back(model) else 0
-        self.rows, self.price = min(limits.tokens, ROWS), RowPrice()
-
-    def add(self, plan: Plan) -> None:
-        """Add draft tokens to a step that takes a few sequences one token further each."""
-        if not self.most or len(plan) > FEW or not self.is_plain(plan):
-            return
-        expected = float(len(plan))
-        for seq, stop in [(chunk.seq, chunk.stop) for chunk in plan]:
-            drafts = seq.drafts = seq.drafts or DraftTokens(self._drafter(seq))
-            drafts.look(seq.tokens, min(self.most, seq.most - len(seq.ids) - 1))
-            chance = drafts.share
-            for place in range(stop, stop + len(drafts.found)):
-                pays = chance > self.price.of_one_more(len(plan), expected)
-                if not pays or len(plan) >= self.rows or not seq.take_free(place + 1):
-                    break
-                plan.append(Chunk(seq, place, place + 1))
-                drafts.read += 1
-                expected, chance = expected + chance, chance * drafts.share
-
-    @staticmethod
-    def is_plain(plan: Plan) -> bool:
-        """Return whether a step is decoding alone: the last token of each sequence."""
-        return bool(plan) and all(chunk.seq.decoding for chunk in plan)
-
-    def _drafter(self, seq: ServedSequence) -> Drafter:
-        request = replace(seq.request, lookup=self.most)
-        return drafters_for(self.model, request, seq.prompts, [seq.prompts.text(0)], None)[0]

@@ -4,6 +4,7 @@ A block holds the keys of as many tokens in every layer of its group. A block th
 is never written again, so that none is ever copied: what a sequence adds goes into blocks of its own.
 Layers whose windows reach equally far form a group, which has blocks and tables of its own: a group with a
 window frees the blocks behind it. Cross-attention is one more group, which holds the keys of sources.
+In 8 bits a pool holds codes and scales, those of `quant/cache.py`; keys of sources stay as they are.
 `PagedCache` describes one step of the engine to the model: chunks of several sequences, side by side.
 
 Shapes: K key/value heads, T new tokens, S slots of the pool, E head width.
@@ -25,6 +26,7 @@ from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.masks import Tokens
 from clearhead.run.kernels.fixed_cache import FixedKeys
+from clearhead.run.quant.cache import rounded, widened
 from clearhead.variants.caches import StateKeys
 
 
@@ -128,6 +130,13 @@ class BlockPool:
 
 
 Slots = slice | Tensor  # of a pool: neighbours are read in place, others are gathered
+
+
+def read_slots(x: Tensor, slots: Slots) -> Tensor:
+    """Return slots of a pool: [1, K, S, E] -> [1, K, S', E]."""
+    return x[:, :, slots] if isinstance(slots, slice) else x.index_select(2, slots)
+
+
 Group = tuple[int | None, int] | None  # the reach of a window and its first tokens; None: cross-attention
 
 
@@ -140,21 +149,29 @@ class Pool:
     """The keys and values of every layer, in blocks of `size` tokens."""
 
     def __init__(
-        self, spec: StackSpec, size: int, counts: dict[Group, int], dtype: torch.dtype, device: torch.device
+        self,
+        spec: StackSpec,
+        size: int,
+        counts: dict[Group, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        int8: bool = False,
     ) -> None:
         self.size, self.device = size, device
         self.spare = max(counts.values(), default=0)  # the number of a block more, which nobody reads
         self.blocks = {group: BlockPool(count) for group, count in counts.items()}
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}  # of each layer K and V, 1 K S E
-        self.cross: dict[int, tuple[Tensor, Tensor]] = {}
+        # Of each layer K and V, 1 K S E; in 8 bits codes and scales, 1 K S 1, of K and then those of V.
+        self.layers: dict[int, tuple[Tensor, ...]] = {}
+        self.cross: dict[int, tuple[Tensor, ...]] = {}
 
-        def room(attention: str, group: Group) -> tuple[Tensor, Tensor]:
+        def room(attention: str, group: Group) -> tuple[Tensor, ...]:
             heads, slots = spec.kv_heads_of(attention), (counts[group] + 1) * size
-            k, v = (
-                torch.zeros(1, heads, slots, width, dtype=dtype, device=device)
-                for width in (spec.d_head, spec.d_value)
+            kinds = [(width, dtype) for width in (spec.d_head, spec.d_value)]
+            if int8 and group is not None:
+                kinds = [part for width, _ in kinds for part in ((width, torch.int8), (1, torch.bfloat16))]
+            return tuple(
+                torch.zeros(1, heads, slots, width, dtype=kind, device=device) for width, kind in kinds
             )
-            return k, v
 
         for layer, group, attention in attentions_of(spec):
             (self.cross if group is None else self.layers)[layer] = room(attention, group)
@@ -181,12 +198,16 @@ def attentions_of(spec: StackSpec) -> list[tuple[int, Group, str]]:
     return kept + [(layer, None, f"{block}.cross") for layer, block in enumerate(blocks) if spec.cross]
 
 
-def token_bytes(spec: StackSpec, size: int) -> dict[Group, int]:
-    """Return the groups that a stack needs, and the bytes of a token in each, in numbers of `size` bytes."""
+def token_bytes(spec: StackSpec, size: int, int8: bool = False) -> dict[Group, int]:
+    """Return the groups that a stack needs, and the bytes of a token in each.
+
+    Numbers have `size` bytes; in 8 bits one, and two scales of each head two.
+    """
     total: dict[Group, int] = {}
     for _, group, attention in attentions_of(spec):
-        own = spec.kv_heads_of(attention) * (spec.d_head + spec.d_value) * size
-        total[group] = total.get(group, 0) + own
+        width = spec.d_head + spec.d_value
+        each = width + 2 * 2 if int8 and group is not None else width * size
+        total[group] = total.get(group, 0) + spec.kv_heads_of(attention) * each
     return total
 
 
@@ -332,6 +353,39 @@ class Rows(NamedTuple):
     new: Tensor  # B: slots of the new tokens
 
 
+class Int8Slots(NamedTuple):
+    """Keys or values of a pool in 8 bits: codes [1, K, S, E] and scales [1, K, S, 1]."""
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype  # of what is read
+
+    def at(self, slots: Slots) -> Tensor:
+        """Return the numbers of some slots: [1, K, S', E]."""
+        return widened(read_slots(self.codes, slots), read_slots(self.scales, slots), self.dtype)
+
+
+class PagedInt8Keys(LayerKeys):
+    """Keys and values of one layer in a pool in 8 bits.
+
+    They are no `FixedKeys`, so that no kernel takes them for numbers of the model's dtype.
+    """
+
+    cache: "PagedCache"
+
+    def __init__(self, cache: "PagedCache", kind: Kind, parts: Sequence[Tensor]) -> None:
+        super().__init__(cache)
+        self.kind, self.parts = kind, parts
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Int8Slots, Int8Slots]:  # type: ignore[override]
+        """Round and write the new keys and values; return the whole pool, of which each chunk reads some."""
+        slots = self.cache.new_slots(self.kind, k.shape[2])
+        for buffer, new in zip(self.parts, (*rounded(k), *rounded(v))):
+            buffer.index_copy_(2, slots, new)
+        codes, scales, v_codes, v_scales = self.parts
+        return Int8Slots(codes, scales, k.dtype), Int8Slots(v_codes, v_scales, v.dtype)
+
+
 class PagedCache(Cache):
     """The cache of one step: keys in a pool, in the blocks of the requests' tables.
 
@@ -408,7 +462,8 @@ class PagedCache(Cache):
             return StateKeys(
                 chunks=[chunk.seq.states.setdefault(index, StateKeys()) for chunk in self.chunks]
             )
-        return FixedKeys(self, kind, self.pool.layers[index])
+        parts = self.pool.layers[index]
+        return FixedKeys(self, kind, parts) if len(parts) == 2 else PagedInt8Keys(self, kind, parts)
 
     def cross_layer(self, index: int) -> LayerKeys:
         """Return the keys of sources; those of a source that is being read are written into the pool."""

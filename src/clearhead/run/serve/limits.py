@@ -3,11 +3,13 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from clearhead.core.config import StackSpec
 from clearhead.errors import refuse
+from clearhead.run.generate.request import DEFAULTS
 from clearhead.run.serve.kv_cache import Group, Pool, blocks_for, token_bytes
 
 CHUNK_BLOCKS = 16  # blocks of a prompt that a GPU reads together
@@ -28,10 +30,15 @@ class Limits:
     exact: bool = False  # give each row the same bits whatever else is in the step; slower for one text alone
     chunk: int | None = None  # tokens of a prompt read together, a multiple of block; default: block; GPU: 16
     lookup: int | None = None  # draft tokens from a sequence's own text at most; default: 8; GPU: 0, none
+    draft_tokens: int = DEFAULTS["draft_tokens"]  # of a draft model at a time, at most
     max_length: int | None = None  # tokens of a prompt and its answer together; default: the model's own
+    cache: Literal["int8"] | None = None  # quantize the KV cache, as that option of generate does
     rows: bool = True  # take the last tokens of texts through the step in C, where it runs
 
     def __post_init__(self) -> None:
+        refuse(
+            self.cache not in (None, "int8"), f"cache {self.cache!r} is not known: int8 is, or leave it out"
+        )
         for name, value in vars(self).items():
             least = 0 if name == "lookup" else 1
             refuse(type(value) is int and value < least, f"{name} {value} must be {least} or more")
@@ -56,7 +63,8 @@ def pool_for(
     spec: StackSpec, limits: Limits, max_positions: int, dtype: torch.dtype, device: torch.device
 ) -> Pool:
     """Make the pool of a model; a group with a window gets no more blocks than its texts can use."""
-    groups = token_bytes(spec, dtype.itemsize)
+    int8 = limits.cache == "int8"
+    groups = token_bytes(spec, dtype.itemsize, int8)
     whole = sum(groups.values())
     usual = min(limits.running * max_positions, max(CACHE_BYTES // max(1, whole), limits.block))
     count = blocks_for(limits.cache_tokens or usual, limits.block)
@@ -65,7 +73,7 @@ def pool_for(
         if group is not None and group[0] is not None:
             each = window_blocks(group, limits)
             counts[group] = max(each, min(count, limits.running * each))
-    return Pool(spec, limits.block, counts, dtype, device)
+    return Pool(spec, limits.block, counts, dtype, device, int8)
 
 
 def chunk_size(limits: Limits, gpu: bool) -> int:

@@ -13,7 +13,7 @@ Shapes: B batch, T tokens of all chunks, D model, H heads, K key/value heads, E 
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,9 +32,18 @@ from clearhead.core.transformer import Output, Transformer
 from clearhead.run.kernels.native import NativeLinear
 from clearhead.run.kernels.parts import Direct, PackedLinear, like
 from clearhead.run.kernels.prepare import prepared
-from clearhead.run.serve.adapters import AdaptedRows, Updates, adapt
+from clearhead.run.serve.adapters import AdaptedLayers
 from clearhead.run.serve.decode_runner import CpuRunner, CudaGraphRunner
-from clearhead.run.serve.kv_cache import Chunk, PagedCache, Pool, Slots, SourceTokens, group_of
+from clearhead.run.serve.kv_cache import (
+    Chunk,
+    Int8Slots,
+    PagedCache,
+    Pool,
+    Slots,
+    SourceTokens,
+    group_of,
+    read_slots,
+)
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import Plan, ServedSequence
 from clearhead.variants.caches import StateKeys
@@ -49,11 +58,10 @@ class ChunkView:
     view: masks.View
     slots: Slots | None = None
 
-    def keys(self, x: Tensor) -> Tensor:
+    def keys(self, x: Tensor | Int8Slots) -> Tensor:
         """Return the keys or values that this chunk reads: [1, K, S, E]."""
-        if self.slots is None:
-            return x[:, :, self.span]
-        return x[:, :, self.slots] if isinstance(self.slots, slice) else x.index_select(2, self.slots)
+        slots = self.span if self.slots is None else self.slots
+        return x.at(slots) if isinstance(x, Int8Slots) else read_slots(x, slots)
 
 
 @dataclass(frozen=True)
@@ -142,6 +150,8 @@ def runs(documents: list[int]) -> list[slice]:
 class RaggedDelta(Direct, DeltaLayer):
     """A layer of the gated delta rule that reads each chunk of a row by itself."""
 
+    adapted: AdaptedLayers | None = None  # of the runner, where its steps may have adapters
+
     def forward(  # type: ignore[override]
         self,
         x: Tensor,
@@ -153,10 +163,10 @@ class RaggedDelta(Direct, DeltaLayer):
         """Map [1, T, D] -> [1, T, D]."""
         if not isinstance(view, RaggedView):
             return super().forward(x, view, memory, cache, tap)
-        answers = [
-            super(RaggedDelta, self).forward(x[:, chunk.span], chunk.view, memory, state, tap)
-            for chunk, state in zip(view.chunks, view.states(cache))
-        ]
+        answers = []
+        for chunk, state in zip(view.chunks, view.states(cache)):
+            with contextlib.nullcontext() if self.adapted is None else self.adapted.within(chunk.span):
+                answers.append(super().forward(x[:, chunk.span], chunk.view, memory, state, tap))
         return torch.cat(answers, dim=1)
 
 
@@ -243,16 +253,19 @@ KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacken
 class ModelRunner:
     """The inference models that the steps of an engine run."""
 
-    def __init__(self, model: Transformer, limits: Limits, adapters: Mapping[str, Updates]) -> None:
+    def __init__(self, model: Transformer, limits: Limits) -> None:
         spec = model.main.spec
         self.decode_runner: CpuRunner | CudaGraphRunner | None = None
-        if spec.causal and model.config.head == "lm" and limits.rows:
+        floats = limits.cache is None  # all that its kernels read
+        if spec.causal and model.config.head == "lm" and limits.rows and floats:
             self.decode_runner = CpuRunner.make(model, limits.exact) or CudaGraphRunner.make(
                 model, limits.running, limits.block
             )
         self.runner = ragged(model, limits.exact)
-        self.rows = AdaptedRows()
-        adapt(self.runner, model, adapters, self.rows)
+        self.adapted = AdaptedLayers(self.runner, model)
+        for part in self.runner.modules():
+            if isinstance(part, RaggedDelta):
+                part.adapted = self.adapted
 
     def run(self, pool: Pool, plan: Plan) -> Iterator[tuple[Plan, Plan, Tensor | None]]:
         """Run a step: yield what ran, what of it a token is chosen after, and its logits [B, V]."""
@@ -286,7 +299,7 @@ class ModelRunner:
         return writes and rows_agree(self.runner, most)
 
     def _is_row(self, chunk: Chunk[ServedSequence]) -> bool:
-        return chunk.stop - chunk.start == 1 and chunk.seq.encoded and not chunk.seq.serving.adapter
+        return chunk.stop - chunk.start == 1 and chunk.seq.encoded and chunk.seq.adapter is None
 
     def _together(self, pool: Pool, plan: Plan) -> tuple[Plan, Plan, Tensor | None]:
         """Run chunks of any length, side by side in one row."""
@@ -296,12 +309,12 @@ class ModelRunner:
         first, device = plan[0].seq, next(self.runner.parameters()).device
         encoded = first.encoded
         sources = [chunk.seq.sources for chunk in plan] if first.sources and encoded else []
-        self.rows.spans = [
-            (chunk.span if encoded else slice(None), chunk.seq.serving.adapter) for chunk in plan
-        ]
+        spans = [(chunk.span if encoded else slice(None), chunk.seq.adapter) for chunk in plan]
+        adapted = [(span, adapter) for span, adapter in spans if adapter is not None]
         tokens = [t for chunk in plan for t in chunk.seq.tokens_at(chunk.start, chunk.stop)]
         places = [place for chunk in plan for place in range(chunk.start, chunk.stop)]
-        with sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext():
+        kernels = sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext()
+        with self.adapted.step(adapted), kernels:
             hidden = self.runner(
                 torch.tensor([tokens], device=device),
                 positions=torch.tensor([places], device=device),
@@ -309,7 +322,6 @@ class ModelRunner:
                 cache=PagedCache(pool, plan, sources),
                 logits="none",
             ).hidden[0]  # T D
-        self.rows.spans = ()
         for chunk in plan:
             seq = chunk.seq
             if seq.serving.prompt_logprobs is not None and chunk.start < len(seq.prompt):

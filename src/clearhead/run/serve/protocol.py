@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 from clearhead.errors import ClearheadError, InputError, RequestError, hints_of, refuse, refusing
 from clearhead.hub.tokens.tools import AUTO, MOST_TOOLS, NONE, tools_of
 from clearhead.learn.tasks.generation import ToolChoice
-from clearhead.run.generate.request import CONSTRAINTS, OPTIONS, Request
+from clearhead.run.generate.request import CONSTRAINTS, DEFAULTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
 MOST_INPUTS = 2048  # prompts or texts of one request
@@ -58,6 +58,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "logit_bias": ({},),
+    "lora_int_id": (),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
@@ -65,8 +66,11 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
+    # Options of `generate` that HTTP does not have, at their defaults.
+    **{name: (DEFAULTS[name],) for name, stated in OPTIONS.items() if not stated.http},
 }
 
 
@@ -328,6 +332,23 @@ class PairsBody(Body):
     query: Text
     documents: Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS)]
     top_n: Annotated[Count, Field(ge=1)] | None = None
+
+
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class LoadAdapterBody(Body):
+    """`/v1/load_lora_adapter`, in vLLM's words; `model` is the one that the adapter belongs to."""
+
+    lora_name: Name
+    lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
+    load_inplace: bool | None = None  # replace the adapter of this name
+
+
+class UnloadAdapterBody(Body):
+    """`/v1/unload_lora_adapter`."""
+
+    lora_name: Name
 
 
 class TokenizeBody(Body):

@@ -18,10 +18,11 @@ from clearhead.learn.tasks.generation import Hooks, Prompt, asked_for, generatio
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.checks import check_request
-from clearhead.run.generate.request import DEFAULTS, OPTIONS
+from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
 from clearhead.run.generate.sampling import argmax, logprobs_of
 from clearhead.run.generate.sequence import Sampler, Sequence
 from clearhead.run.generate.speculate import DraftTokens
+from clearhead.run.serve.adapters import Adapter
 from clearhead.run.serve.kv_cache import Chunk, Group, Pool, PrefixKey, States, Table, chain
 
 OnUpdate = Callable[["ServedSequence", str], None]  # called with each new text that is final, and at the end
@@ -70,12 +71,10 @@ class ServedSequence(Sequence):
         serving: ServeOptions,
         on_update: OnUpdate | None = None,
     ) -> None:
-        """Check what is asked and encode the prompt; `on_update` is called from the engine's thread."""
-        for name, value in options.items():
-            refuse(
-                name in OPTIONS and not OPTIONS[name].served and value not in (DEFAULTS[name], None),
-                f"{name} {value} is not served: the engine decides how texts are generated: leave it out",
-            )
+        """Check what is asked and encode the prompt; `on_update` is called from the engine's thread.
+
+        `options` are `served_options`.
+        """
         self._cancelled, self._done = threading.Event(), threading.Event()
         request, (text,), ends = asked_for(m, [prompt], options, Hooks(cancel=self._cancelled))
         refuse(
@@ -94,6 +93,7 @@ class ServedSequence(Sequence):
         self.prompt_alternatives: list[list[tuple[int, float]]] = []
         self.result: Generation | None = None
         self.error: Exception | None = None
+        self.adapter: Adapter | None = None  # what its name meant when the request came
         self.after: ServedSequence | None = None  # begin when this one has read the same prompt
         self.inside: dict[str, Any] | None = None  # what was asked for, ready for JSON
         self.number = 0  # of this request, in the order of arrival
@@ -101,6 +101,8 @@ class ServedSequence(Sequence):
         self.preempted = 0  # how often
         self.placed = False  # whether it is among those that run
         self.drafts: DraftTokens | None = None  # once there were any
+        bounds = [options[name] for name in ("lookup", "draft_tokens") if options.get(name) is not None]
+        self.most_drafts = min(bounds, default=None)  # draft tokens of a step; None: the engine decides
         self.tables: dict[Group, Table] = {}
         self.names: list[PrefixKey] = []
         self.restart()
@@ -118,7 +120,8 @@ class ServedSequence(Sequence):
     def place(self, pool: Pool, shares: bool) -> None:
         """Make the tables of this request, and name the full blocks of its prompt, if they may be shared."""
         self.tables = {group: Table(pool, group) for group in pool.blocks}
-        apart = json.dumps([self.serving.adapter, self.serving.salt])  # what differs in it shares nothing
+        adapter = 0 if self.adapter is None else self.adapter.number
+        apart = json.dumps([adapter, self.serving.salt])  # what differs in it shares nothing
         self.names = chain(apart, self.prompt, pool.size) if shares and not self.sources else []
 
     def name_blocks(self, start: int, stop: int, size: int) -> None:
@@ -183,7 +186,8 @@ class ServedSequence(Sequence):
         if self.drafts is None or not self.drafts.read:
             return 0, 0
         self.read = self.planned = min(self.read, len(self.tokens) - 1)
-        return self.drafts.end(self.tokens)
+        drafts, self.drafts = self.drafts, None if self.done else self.drafts
+        return drafts.end(self.tokens)
 
     def cancel(self) -> None:
         """Cancel the request; the engine frees its room at its next step."""
@@ -241,13 +245,27 @@ class ServedSequence(Sequence):
         self.times.ended = time.monotonic()
         for table in self.tables.values():
             table.clear()
-        self.states = {}
+        self.states, self.adapter = {}, None  # the server remembers requests that have ended
+        if self.drafts is not None and not self.drafts.read:  # else they are counted first
+            self.drafts = None
         self._done.set()
         if self.on_update is not None:
             self.on_update(self, rest)
 
 
 Plan = list[Chunk[ServedSequence]]  # what a step runs
+
+
+def served_options(options: Mapping[str, Any], cache: str | None) -> dict[str, Any]:
+    """Return the options of a request without `cache`, which holds for the whole engine.
+
+    Refuse what no engine does for one request, and another cache than the engine's.
+    """
+    for name, value in options.items():
+        nothing = (cache, None) if name == "cache" else (DEFAULTS.get(name), *UNUSED)
+        why = OPTIONS[name].unserved if name in OPTIONS else ""
+        refuse(why and value not in nothing, f"{name} {value} is not served: {why}")
+    return {name: value for name, value in options.items() if name != "cache"}
 
 
 def check_served(model: Transformer) -> None:

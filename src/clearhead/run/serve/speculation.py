@@ -1,0 +1,131 @@
+"""The draft tokens of an engine: for which sequences, how many, and what they have cost.
+
+They come from a sequence's own text, or from a draft model that runs beside the engine's. Neither changes a
+token: the model chooses each as it always would, by the sequence's own seed, and goes on for as long as it
+chooses the draft tokens. A draft model draws with the numbers that the model itself will draw with, so that
+two like distributions mostly give the same token.
+"""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from clearhead.core.transformer import Transformer
+from clearhead.errors import refuse
+from clearhead.learn.tasks.generation import check_draft
+from clearhead.run.bundle import Bundle
+from clearhead.run.generate.checks import steps_back
+from clearhead.run.generate.speculate import (
+    FORGOTTEN,
+    Drafter,
+    DraftModel,
+    DraftTokens,
+    RowPrice,
+    check_steps_back,
+    drafters_for,
+)
+from clearhead.run.kernels.prepare import prepared
+from clearhead.run.serve.kv_cache import Chunk
+from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.sequence import Plan, ServedSequence
+from clearhead.variants.cuda_attention import without_cudnn
+
+LOOKUP = 8  # draft tokens of a sequence at most
+FEW = 8  # sequences that may decode at once; with more of them a step has work enough
+ROWS = 16  # of a step with draft tokens, at most
+LEAST_READ = 16
+HOPE = 0.8  # share of a draft model's tokens that is assumed to be right at first
+TRIED = 32  # steps without draft tokens of a model after which one is compared, to see whether they pay now
+
+
+class Speculation:
+    """The draft tokens of an engine."""
+
+    def __init__(self, m: Bundle, limits: Limits, draft: Bundle | None = None) -> None:
+        """`draft`: a smaller model with the same vocabulary; None: the text itself is looked into."""
+        self.model, self.rows, self.price = m.model, min(limits.tokens, ROWS), RowPrice()
+        self.draft: Transformer | None = None  # its inference model
+        self.seconds, self.count = 0.0, 0.0  # that the latest of its draft tokens took, and their number
+        # Tokens of a text that the draft model reads in a step: more than a step adds.
+        self.chunk = max(LEAST_READ, limits.tokens // FEW) + limits.draft_tokens
+        if draft is not None:
+            refuse(limits.lookup, f"lookup {limits.lookup} with a draft model: both propose draft tokens")
+            check_draft(m, draft)
+            check_steps_back(m.model, draft.model)
+            self.draft, self.most = prepared(draft.model), limits.draft_tokens
+            return
+        most = LOOKUP if limits.lookup is None else limits.lookup
+        if limits.lookup is None and next(m.model.parameters()).is_cuda:
+            most = 0  # there further rows of a sequence would not be in the captured CUDA graph
+        self.most = most if steps_back(m.model) else 0
+
+    def add(self, plan: Plan) -> None:
+        """Add draft tokens to a step that takes a few sequences one token further each."""
+        if not self.most or len(plan) > FEW or not self.is_plain(plan):
+            return
+        expected = float(len(plan))
+        for seq, stop in [(chunk.seq, chunk.stop) for chunk in plan]:
+            drafts = self._propose(seq, len(plan), expected)
+            chance = drafts.share
+            for place in range(stop, stop + len(drafts.found)):
+                pays = chance > self.price.of_one_more(len(plan), expected)
+                if not pays or len(plan) >= self.rows or not seq.take_free(place + 1):
+                    break
+                plan.append(Chunk(seq, place, place + 1))
+                drafts.read += 1
+                expected, chance = expected + chance, chance * drafts.share
+
+    @staticmethod
+    def is_plain(plan: Plan) -> bool:
+        """Return whether a step is decoding alone: the last token of each sequence."""
+        return bool(plan) and all(chunk.seq.decoding for chunk in plan)
+
+    def _propose(self, seq: ServedSequence, rows: int, tokens: float) -> DraftTokens:
+        """Propose tokens for a sequence of a step of `rows` rows, worth `tokens` tokens."""
+        if seq.drafts is None:
+            seq.drafts = DraftTokens(self._drafter(seq), HOPE if self.draft else 0.0)
+        drafts, most = seq.drafts, min(self.most, seq.most - len(seq.ids) - 1)
+        if seq.most_drafts is not None:
+            most = min(most, seq.most_drafts)
+        drafts.compare(seq.tokens)
+        if self.draft is None:
+            drafts.propose(seq.tokens, most, lambda: torch.zeros(1))  # what is looked up is not drawn
+            return drafts
+        try:
+            self._draft(seq, drafts, self._paying(drafts, most, rows, tokens))
+        except Exception:  # such as logits that are no numbers: the text goes on without draft tokens
+            drafts.found, seq.most_drafts = [], 0
+        return drafts
+
+    def _paying(self, drafts: DraftTokens, most: int, rows: int, tokens: float) -> int:
+        """Return how many tokens of the draft model pay for being made and verified."""
+        price = self.price.of_one_more(rows, tokens, self.seconds / max(1.0, self.count))
+        count, chance = 0, drafts.share
+        while count < most and chance > price:
+            count, chance = count + 1, chance * drafts.share
+        if not count and drafts.without >= TRIED:
+            count = min(most, 1)
+        drafts.without = 0 if count else drafts.without + 1
+        return count
+
+    @without_cudnn()  # which makes a plan for every new length
+    def _draft(self, seq: ServedSequence, drafts: DraftTokens, count: int) -> None:
+        """Let the draft model propose `count` tokens, and note what they cost."""
+        assert isinstance(drafts.drafter, DraftModel)
+        dice = None if seq.dice is None else seq.dice.copy()  # the model is going to roll the same numbers
+
+        def roll() -> torch.Tensor:
+            return torch.tensor([0.0 if dice is None else dice.roll()], dtype=torch.float64)
+
+        unread, before = len(drafts.drafter.unread(seq.tokens)), time.thread_time()
+        drafts.propose(seq.tokens, count, roll)
+        if drafts.found and unread <= self.most + 1:  # else it read a text besides
+            self.seconds = FORGOTTEN * self.seconds + time.thread_time() - before
+            self.count = FORGOTTEN * self.count + len(drafts.found)
+
+    def _drafter(self, seq: ServedSequence) -> Drafter:
+        if self.draft is not None:
+            return DraftModel(self.draft, self.most, seq.request, seq.prompts, self.chunk)
+        request = replace(seq.request, lookup=self.most)
+        return drafters_for(self.model, request, seq.prompts, [seq.prompts.text(0)], None)[0]
