@@ -85,7 +85,7 @@ class DraftModel:
     def __init__(self, model: Transformer, count: int, sampling: Request, prompts: Prompts) -> None:
         self.model, self.count, self.sources = model, count, prompts.sources
         # Rules that look back are left to the other model: any q gives the right result.
-        shared = ("temperature", *FILTERS, "allowed", "banned")
+        shared = ("temperature", *FILTERS, "logit_bias", "allowed", "banned")
         self.sampling = Request(**{name: getattr(sampling, name) for name in shared})
         self.cache = Cache()
         self.length = 0  # tokens given at the last call

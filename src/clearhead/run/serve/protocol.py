@@ -10,10 +10,10 @@ import secrets
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from clearhead.errors import hints_of, refuse, refusing
-from clearhead.run.generate.request import CONSTRAINTS, OPTIONS, Request
+from clearhead.run.generate.request import BIAS, CONSTRAINTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
 MOST_INPUTS = 2048  # prompts or texts of one request
@@ -53,7 +53,6 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "dimensions": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "prediction": (),
     "reasoning_effort": ("none",),
@@ -117,10 +116,27 @@ class StructuredOutputs(FewFields):
     grammar: str | None = None
 
 
+MOST_BIASES = 10_000  # of one request
+
+
+def _biases(given: Any) -> Any:
+    """Return biases by number; a key of JSON is text."""
+    if not isinstance(given, dict):
+        return given
+    wrong = next((key for key in given if not re.fullmatch(r"[0-9]{1,9}", str(key))), None)
+    if wrong is not None:
+        raise ValueError(f'"{wrong!s:.20}" is no id of a token, such as "50256"')
+    if len(given) > MOST_BIASES:
+        raise ValueError(f"{len(given)} tokens: at most {MOST_BIASES}")
+    return {int(key): bias for key, bias in given.items()}
+
+
+Bias = Annotated[float, Field(ge=BIAS.least, le=BIAS.most)]
 JSON_TYPES: dict[str, Any] = {  # options whose JSON is not that of their Python type
     "stop": Stop | Stops,
     "stop_tokens": Annotated[list[Id], Field(max_length=64)],
     "json_schema": Schema,
+    "logit_bias": Annotated[dict[int, Bias], BeforeValidator(_biases)],
 }
 OPENAI_DEFAULTS = {"temperature": 1.0}  # texts are drawn, as OpenAI's are
 
