@@ -45,7 +45,7 @@ class InputError(ClearheadError, ValueError):
 class RequestError(InputError):
     """A request that cannot be answered, with the status and the code by which OpenAI's clients know it."""
 
-    def __init__(self, message: str, code: str, status: int = 400, param: str | None = None) -> None:
+    def __init__(self, message: str, code: str | None, status: int = 400, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.status, self.param = code, status, param
 

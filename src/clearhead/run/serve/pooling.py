@@ -93,7 +93,8 @@ class PoolingQueue:
                 if characters <= 0:
                     break
                 inputs.append(one)
-                characters -= len(one) if isinstance(one, str) else sum(map(len, one))
+                parts = [one] if isinstance(one, str) or isinstance(one[0], int) else one
+                characters -= sum(map(len, parts))
             together.append((reading, inputs))
             room -= len(inputs)
         if together:

@@ -7,8 +7,9 @@ import json
 import math
 import re
 import secrets
+from collections.abc import Mapping
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
@@ -45,15 +46,18 @@ class FewFields(BaseModel):
 
 
 # Fields of OpenAI's API that change nothing in an answer: any value is taken.
-UNUSED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
+UNUSED: tuple[str, ...] = (
+    *("user", "metadata", "service_tier", "safety_identifier", "parallel_tool_calls"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),  # all prefixes are cached
+)
 # Fields that are not served, with the values (and null) that ask for nothing: these are taken.
 NO_OPS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "dimensions": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "reasoning_effort": ("none",),
     "store": (False,),
@@ -68,6 +72,9 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
 class Body(FewFields):
     """The base of every body; what a client sends and asks for nothing is left out."""
 
+    unused: ClassVar[tuple[str, ...]] = UNUSED
+    no_ops: ClassVar[Mapping[str, tuple[Any, ...]]] = NO_OPS
+
     model: str | None = None
 
     @model_validator(mode="before")
@@ -75,9 +82,9 @@ class Body(FewFields):
     def _drop_no_ops(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        unused = [name for name in given if name in UNUSED and name not in cls.model_fields]
-        no_ops = NO_OPS.keys() - cls.model_fields.keys()
-        unused += [name for name in no_ops if name in given and given[name] in (None, *NO_OPS[name])]
+        unused = [name for name in given if name in cls.unused and name not in cls.model_fields]
+        no_ops = cls.no_ops.keys() - cls.model_fields.keys()
+        unused += [name for name in no_ops if name in given and given[name] in (None, *cls.no_ops[name])]
         kept = {name: value for name, value in given.items() if name not in unused}
         if kept.get("top_k") == -1:  # all tokens, in vLLM's words
             kept["top_k"] = 0
@@ -88,6 +95,7 @@ class StreamOptions(FewFields):
     """What a stream holds beside the text."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None  # events are not padded
 
 
 class NamedSchema(FewFields):
@@ -216,6 +224,7 @@ class CompletionBody(GenerationBody):
         | Annotated[list[Ids], Field(fail_fast=True)]
     )
     max_tokens: Count | None = None  # 0 with echo
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
 
@@ -223,6 +232,17 @@ class CompletionBody(GenerationBody):
     def best(self) -> int | None:
         """How many of the best tokens to report; None: report nothing."""
         return self.logprobs
+
+    @property
+    def candidates(self) -> int:
+        """How many texts to generate for each prompt, of which the `n` most probable are given."""
+        wanted, made = self.n or 1, self.best_of or self.n or 1
+        refuse(made < wanted, f"best_of {made} is less than n {wanted}: raise best_of, or lower n")
+        refuse(
+            made > wanted and self.stream,
+            f"best_of {made} with stream: which of them are the best is known at the end: leave stream out",
+        )
+        return made
 
     def prompts(self) -> list[str | list[int]]:
         """Return every prompt."""
@@ -270,12 +290,27 @@ class TextsBody(Body):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-class EmbeddingsBody(TextsBody):
-    """`/v1/embeddings`."""
+TokenIds = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 
+
+class EmbeddingsBody(Body):
+    """`/v1/embeddings`; token ids are what the model reads, its special tokens included."""
+
+    input: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+    )
+    dimensions: Annotated[Count, Field(ge=1)] | None = None  # of a vector, its first; then of length 1 again
     encoding_format: Literal["float", "base64"] | None = None
     truncate: bool | Literal["NONE", "END"] | None = None  # cut a text that is too long; else it is refused
     prompt_name: Annotated[str, Field(max_length=1000)] | None = None
+
+    def texts(self) -> list[str | list[int]]:
+        """Return every text."""
+        given: Any = self.input
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 class PairsBody(Body):
