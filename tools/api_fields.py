@@ -39,7 +39,7 @@ BODIES = {
         f"{OPENAI}.embedding_create_params:EmbeddingCreateParams",
     ),
 }
-WORKS, EXTRA, UNUSED, REFUSED = "works", "works, not OpenAI's", "no effect", "refused by name"
+WORKS, EXTRA, UNUSED, REFUSED = "works", "works, an extension", "no effect", "refused by name"
 
 
 class ApiField(NamedTuple):
@@ -75,7 +75,7 @@ def api_fields(api: Api) -> list[ApiField]:
             found.append(ApiField(name, UNUSED, "any"))
         else:
             taken = ", ".join(f"`{json.dumps(value)}`" for value in (None, *body.no_ops[name]))
-            found.append(ApiField(name, REFUSED, f"only {taken}, which ask for nothing"))
+            found.append(ApiField(name, REFUSED, f"{taken} only"))
     return found
 
 
@@ -99,7 +99,7 @@ def values(schema: dict[str, Any], parts: dict[str, Any]) -> str:
 
 def fields_table(name: str) -> Iterator[str]:
     """Yield the rows of the fields of one body."""
-    yield "| field | | takes |"
+    yield "| field | status | takes |"
     yield "| --- | --- | --- |"
     for field in api_fields(BODIES[name]):
         yield f"| `{field.name}` | {field.status} | {field.taken} |"

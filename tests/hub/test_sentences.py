@@ -131,7 +131,7 @@ def test_what_is_not_served_is_named(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", [False, True])
 def test_vectors_cut_over_http_equal_the_library_s(unit: bool, base: Path, tmp_path: Path) -> None:
-    """`dimensions` is truncate_dim with vectors of length one; token ids are read as the model reads texts."""
+    """`dimensions` is truncate_dim with vectors of length one; token ids are read as they are."""
     parts = [modules.Transformer(str(base)), modules.Pooling(8), *([modules.Normalize()] if unit else [])]
     theirs = library.SentenceTransformer(modules=parts, prompts=PROMPTS, device="cpu")
     theirs.save(str(tmp_path))
