@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from tools.api_fields import fields_table
 from tools.book_reference import benchmarks, commands, models
 from tools.config_pictures import PICTURES
 
@@ -127,6 +128,6 @@ def table(name: str) -> str:
     kind, _, which = name.partition(" ")
     makers = {
         **{"config": config_table, "recipe": recipe_table, "lab": lab_sections},
-        **{"commands": commands, "models": models, "benchmarks": benchmarks},
+        **{"commands": commands, "models": models, "benchmarks": benchmarks, "fields": fields_table},
     }
     return "\n".join(makers[kind](which)).rstrip()

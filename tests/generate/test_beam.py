@@ -212,18 +212,32 @@ def test_equal_to_transformers(name, tmp_path):
     assert 0 < ended < 36  # some end by themselves, some by length
 
 
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.4}, {"no_repeat_ngram": 2}, {"banned": (7, 9)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.4},
+        {"no_repeat_ngram": 2},
+        {"banned": (7, 9)},
+        {"logit_bias": {7: 2.5, 9: -100.0, EOS: -1.5}},
+        {"logit_bias": {3: -2.0, 8: 1.5}, "repetition_penalty": 1.4},
+    ],
+    ids=str,
+)
 def test_adjusted_as_in_transformers(options, tmp_path):
-    """Penalties change log-probabilities, and so the scores."""
+    """Penalties and biases change log-probabilities, and so the scores; greedy and by beams."""
     names = {"no_repeat_ngram": "no_repeat_ngram_size"}
     more = {names.get(name, name): value for name, value in options.items()}
     if "banned" in more:
         more = {"suppress_tokens": list(more["banned"])}
+    if "logit_bias" in more:
+        more["sequence_bias"] = [[[token], bias] for token, bias in more.pop("logit_bias").items()]
     kind, config = REFERENCES["llama"]
     for seed in range(2):
         reference = harness.reference(kind, config, tmp_path / str(seed), seed)
         m = ch.load(tmp_path / str(seed))
         ids = torch.randint(3, 13, (1, 6), generator=torch.Generator().manual_seed(seed))
+        greedy = theirs(reference, ids, 12, num_beams=1, **more)
+        assert [m.generate(ids[0], 12, num_beams=1, **options).ids] == [row for row, _ in greedy]
         wanted = theirs(reference, ids, 12, num_beams=3, num_return_sequences=2, **more)
         made = m.generate(ids[0], 12, num_beams=3, num_return=2, **options)
         assert [one.ids for one in made] == [row for row, _ in wanted]

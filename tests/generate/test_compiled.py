@@ -35,6 +35,7 @@ SHAPES = {
     "bart": BOTH.replace(norm_position="post", embedding_norm=True, final_norm=False),
 }
 DRAWN = {"temperature": 0.9}
+BIASED = {"logit_bias": {3: 4.0, 9: -100.0}}
 
 
 def built(config, kernels=None):
@@ -73,7 +74,7 @@ def same(ours, plain):
 def test_the_compiled_step_gives_the_same_tokens(name):
     model, given = built(SHAPES[name]), prompts_of(SHAPES[name], seeds=[3, 4, 5])
     steps = Steps(model, backend="eager")
-    for options in ({}, {**DRAWN, "logprobs": True, "alternatives": 2}, {"repetition_penalty": 1.3}):
+    for options in ({}, {**DRAWN, "logprobs": True, "alternatives": 2}, {"repetition_penalty": 1.3}, BIASED):
         request = asking(24, **options)
         plain = decode(model, request, given)
         # One row ends early, another later, perhaps one never.

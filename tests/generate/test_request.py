@@ -35,8 +35,14 @@ def test_every_front_end_makes_the_same_request():
     flags = ["--temperature=0.8", "--top-p=0.9", "--seed=3", "--max-new-tokens=7", "--stop", "a", "b"]
     wanted = Request(temperature=0.8, top_p=0.9, seed=3, stop=("a", "b"), max_new_tokens=7)
     assert make_request(options) == make_request(json.loads(json.dumps(options))) == wanted
+    options, wanted = (
+        {**options, "logit_bias": {5: -100.0, 9: 2.5}},
+        dataclasses.replace(wanted, logit_bias=((5, -100.0), (9, 2.5))),
+    )
+    flags += ["--logit-bias", "5=-100", "9=2.5"]
+    assert make_request(options) == wanted
     assert make_request(tyro.cli(GroupedRequest, args=flags).given()) == wanted
-    named = {OPTIONS[name].http: value for name, value in options.items()}
+    named = json.loads(json.dumps({OPTIONS[name].http: value for name, value in options.items()}))
     body = CompletionBody.model_validate({"prompt": "x", **named})
     assert make_request(body.options() | {"seed": body.seeds(1)[0]}) == wanted
     assert GroupedRequest().given() == {}  # one set of defaults; HTTP draws, as OpenAI does
@@ -106,6 +112,10 @@ def test_sequences_are_tuples():
         ({"repetition_penalty": 0.0}, "repetition_penalty 0.0 must be above 0"),
         ({"top_k": -1}, "top_k -1"),
         ({"stop": [3]}, "stop"),
+        ({"logit_bias": {5: 101}}, "logit_bias 101 of token 5 is outside"),
+        ({"logit_bias": {5: float("nan")}}, "logit_bias nan of token 5 is outside"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": 5}, "logit_bias 5 is not allowed"),
         ({"overflow": "wrap"}, "overflow 'wrap' is not allowed"),
         ({"allowed": [1], "banned": [1]}, "no token"),
         ({"num_beams": 2, "lookup": 3}, "lookup with num_beams 2"),

@@ -163,6 +163,24 @@ def test_penalties_and_repeats():
     assert kept(adjust(logits, Request(banned=(0,), allowed=(0, 1, 2)))[0]) == [1, 2]
 
 
+def test_a_bias_is_added_to_logits_and_log_probabilities_stay_the_models():
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
+    biases = Request(logit_bias={0: -1.5, 2: 0.25})
+    assert adjust(logits, biases).tolist() == [[0.5, -2.0, 1.25, 0.5]]
+    assert adjust(logits.half(), biases).tolist() == [[0.5, -2.0, 1.25, 0.5]]
+    assert kept(adjust(logits, Request(logit_bias={0: 100.0}, banned=(0,)))[0]) == [1, 2, 3]
+    after = adjust(logits, Request(logit_bias={0: -1.5}, repetition_penalty=2.0), [[0]], [1])
+    assert after.tolist() == [[0.25, -2.0, 1.0, 0.5]]  # biased first, as in transformers
+    m = ch.Model(model_of("learned, full"))
+    free = m.generate([5, 6, 7], 12, logprobs=True)
+    for options in ({}, {"temperature": 0.9, "seed": 4}):
+        made = m.generate([5, 6, 7], 12, logprobs=True, logit_bias={free.ids[0]: -100, 9: 6.0}, **options)
+        assert free.ids[0] not in made.ids and 9 in made.ids
+        scored = m.score([5, 6, 7, *made.ids]).logprobs[3:]
+        assert made.logprobs == pytest.approx(scored, abs=1e-5)
+    assert m.generate([5, 6, 7], 12, logit_bias={9: 100}).ids == [9] * 12
+
+
 # Text in, text out -----------------------------------------------------------------------------------------
 
 
@@ -225,6 +243,7 @@ def test_score_with_a_source():
         (lambda m: m.score([1, 999]), "999"),
         (lambda m: m.generate([1.5]), "whole numbers"),
         (lambda m: m.generate([1], banned=(999,)), "vocabulary"),
+        (lambda m: m.generate([1], logit_bias={999: 1.0}), "logit_bias names a token outside the vocabulary"),
         (lambda m: m.generate([1], banned=tuple(range(256))), "no token"),
         (lambda m: m.generate([1], alternatives=999), "alternatives"),
         (lambda m: m.generate([1], seed=None), "seed"),

@@ -25,7 +25,9 @@ SHAPES = {
 OPTIONS = {
     "greedy": {},
     "greedy, penalties": {"repetition_penalty": 1.3, "no_repeat_ngram": 3},
+    "greedy, biases": {"logit_bias": {3: 1.5, 7: -100.0, 5: -2.0}},
     "plain": {"temperature": 1.0},
+    "biases": {"temperature": 0.9, "logit_bias": {3: 1.5, 7: -100.0, 5: -2.0}},
     "top-k, top-p": {"temperature": 0.8, "top_k": 8, "top_p": 0.9},
     "min-p, typical": {"temperature": 1.2, "min_p": 0.02, "typical_p": 0.9},
     "penalties": dict(
@@ -78,7 +80,11 @@ def test_lookup_gives_the_same_tokens(shape, options):
 
 @pytest.mark.ledger("G6")
 @pytest.mark.parametrize(
-    ("shape", "options"), [*((shape, "greedy") for shape in SHAPES), ("learned", "greedy, penalties")]
+    ("shape", "options"),
+    [
+        *((shape, "greedy") for shape in SHAPES),
+        *(("learned", f"greedy, {more}") for more in ("penalties", "biases")),
+    ],
 )
 def test_a_draft_gives_the_same_greedy_tokens(shape, options):
     m = loaded(shape)

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from fastapi.testclient import TestClient
 from torch import nn
 
 import clearhead as ch
+from clearhead.run.serve.app import make_server
+from clearhead.run.serve.engine import ServeEngine
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "query", "passage", ":", "not"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -124,3 +127,25 @@ def test_what_is_not_served_is_named(base: Path, tmp_path: Path) -> None:
     said(dense, {"gain": 2}, "has gain: known of a Dense are")
     said("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "transformer_task, which are not")
     ch.load(tmp_path / "1_Pooling" / "..")  # a directory may be named by way of another one
+
+
+@pytest.mark.parametrize("unit", [False, True])
+def test_vectors_cut_over_http_equal_the_library_s(unit: bool, base: Path, tmp_path: Path) -> None:
+    """`dimensions` is truncate_dim with vectors of length one; token ids are read as they are."""
+    parts = [modules.Transformer(str(base)), modules.Pooling(8), *([modules.Normalize()] if unit else [])]
+    theirs = library.SentenceTransformer(modules=parts, prompts=PROMPTS, device="cpu")
+    theirs.save(str(tmp_path))
+    m = ch.load(tmp_path)
+    with TestClient(make_server({"m": ServeEngine(m)}), base_url="http://127.0.0.1") as client:
+        for dimensions in (1, 3, 8):
+            wanted = theirs.encode(TEXTS, truncate_dim=dimensions, normalize_embeddings=True)
+            for given in (TEXTS, m.encode(TEXTS)):
+                body = {"input": given, "dimensions": dimensions}
+                rows = client.post("/v1/embeddings", json=body).json()["data"]
+                found = torch.tensor([row["embedding"] for row in rows])
+                torch.testing.assert_close(found, torch.tensor(wanted), atol=1e-5, rtol=1e-5)
+        wanted = theirs.encode(TEXTS, prompt_name="query", truncate_dim=3, normalize_embeddings=True)
+        body = {"input": TEXTS, "dimensions": 3, "prompt_name": "query"}
+        rows = client.post("/v1/embeddings", json=body).json()["data"]
+        found = torch.tensor([row["embedding"] for row in rows])
+        torch.testing.assert_close(found, torch.tensor(wanted), atol=1e-5, rtol=1e-5)

@@ -50,6 +50,8 @@ def options(draw: random.Random) -> dict:
         made |= draw.choice([{}, {"top_k": 9}, {"top_p": 0.8}, {"min_p": 0.05}])
     if draw.random() < 0.3:
         made |= draw.choice([{"repetition_penalty": 1.4}, {"no_repeat_ngram": 2}, {"frequency_penalty": 0.5}])
+    if draw.random() < 0.2:
+        made["logit_bias"] = {draw.randrange(V): draw.uniform(-9, 9) for _ in range(draw.randint(1, 40))}
     if draw.random() < 0.3:
         made["stop"] = [chr(draw.randint(32, 126)) for _ in range(3)]
     if draw.random() < 0.3:

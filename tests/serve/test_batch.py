@@ -30,7 +30,7 @@ def test_a_batch_broken_off_at_any_row_loses_and_repeats_nothing(writer, tmp_pat
     rows = [{"prompt": text, "max_tokens": 3 + n, "temperature": 0} for n, text in enumerate(texts)]
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0}
     rows.append({"custom_id": "mine", "method": "POST", "url": "/v1/chat/completions", "body": chat})
-    rows.append({"custom_id": "wrong", "body": {"prompt": "x", "best_of": 2}})
+    rows.append({"custom_id": "wrong", "body": {"prompt": "x", "store": True}})
     rows.append({"custom_id": "other", "body": {"prompt": "x", "model": "gpt-4o"}})
     rows.append({"custom_id": "named", "body": {"prompt": "x", "model": "m"}})
     given.write_text("\n".join(map(json.dumps, rows)))
@@ -49,7 +49,7 @@ def test_a_batch_broken_off_at_any_row_loses_and_repeats_nothing(writer, tmp_pat
         assert found[f"line-{number + 1}"]["body"]["choices"][0]["text"] == alone
     assert found["mine"]["body"]["object"] == "chat.completion"
     assert found["wrong"]["status_code"] == 400
-    assert "best_of" in found["wrong"]["body"]["error"]["message"]
+    assert "store" in found["wrong"]["body"]["error"]["message"]
     assert 'model "gpt-4o" is not the model of this batch, "m"' in found["other"]["body"]["error"]["message"]
     assert found["named"]["status_code"] == 200
 

@@ -351,7 +351,7 @@ LOOP = [40, 41, 42] * 6
 @pytest.mark.cpu  # on a GPU nothing is guessed
 @pytest.mark.parametrize(
     ("shape", "seed"),
-    [("rope-gqa", 12), ("windows", 80), ("sinks", 15), ("relative", 42), ("translator", 21)],
+    [("rope-gqa", 12), ("windows", 82), ("sinks", 17), ("relative", 42), ("translator", 21)],
 )
 def test_a_mix_of_repeating_texts_equals_each_alone(shape, seed, byte_tokenizer):
     engine = mixes.mixed(mixes.model(shape, byte_tokenizer), seed, guessing=True, exact=bool(seed % 2))

@@ -10,7 +10,6 @@ import pytest
 import torch.nn.functional as nnf
 from pydantic import BaseModel
 
-from clearhead.run.serve import protocol
 from clearhead.run.serve.engine import ServeEngine
 from tests.serve.served import serving
 
@@ -93,40 +92,39 @@ def test_structured_outputs_by_parse_and_in_a_stream(client):
         client.chat.completions.parse(**given | {"max_tokens": 5})
 
 
-def fields() -> list[tuple[str, type, str]]:
-    """Every field that the client knows, with our body and the route."""
-    from openai.types import completion_create_params as texts
-    from openai.types import embedding_create_params as vectors
-    from openai.types.chat import completion_create_params as chats
-
-    known = [
-        ("/chat/completions", protocol.ChatBody, chats.CompletionCreateParamsBase),
-        ("/completions", protocol.CompletionBody, texts.CompletionCreateParamsBase),
-        ("/embeddings", protocol.EmbeddingsBody, vectors.EmbeddingCreateParams),
-    ]
-    return [(route, body, name) for route, body, theirs in known for name in theirs.__annotations__]
-
-
-def test_every_field_of_the_client_is_honoured_or_refused_by_name(client):
-    least = {
-        "/chat/completions": {"messages": MESSAGES},
-        "/completions": {"prompt": "x"},
-        "/embeddings": {"input": "x", "model": "reader"},
-    }
-    refused = set()
-    for route, body, name in fields():
-        if name in body.model_fields or name in protocol.UNUSED:
-            continue
-        refused.add(name)
-        with pytest.raises(openai.BadRequestError, match=f'"{name}" is not a field'):
-            client.post(route, body={**least[route], name: 2}, cast_to=object)
-    assert refused >= {"logit_bias", "best_of", "dimensions", "store"}
-    with pytest.raises(openai.BadRequestError, match="include_obfuscation"):
-        client.chat.completions.create(
-            model="writer", messages=MESSAGES, stream=True, stream_options={"include_obfuscation": True}
-        )
-    with pytest.raises(openai.BadRequestError, match="input"):
-        client.embeddings.create(model="reader", input=[[1, 2]])
+def test_fields_of_the_client_and_of_vllm(client, served):
+    """Biases, several choices in a stream, the best of several, lists of stops; others by `extra_body`."""
+    _, writer, reader = served
+    given = {"model": "writer", "prompt": "Hello", "max_tokens": 12, "temperature": 1.0, "seed": 4}
+    alone = {"temperature": 1.0, "num_beams": 1}
+    (token,) = writer.tokenizer.encode("Q").ids
+    made = client.completions.create(**given | {"logit_bias": {str(token): 100}})
+    assert made.choices[0].text == "Q" * 12
+    for options, wanted in (
+        ({"stop": "9"}, {"stop": "9"}),
+        ({"stop": ["9", "r"]}, {"stop": ["9", "r"]}),
+        ({"extra_body": {"min_p": 0.3, "top_k": -1}}, {"min_p": 0.3}),
+        ({"extra_body": {"top_k": 3}}, {"top_k": 3}),
+    ):
+        made = client.completions.create(**given, **options)
+        assert made.choices[0].text == writer.generate("Hello", 12, seed=4, **alone, **wanted).text
+    texts = [writer.generate("Hello", 12, seed=4 + n, **alone).text for n in range(3)]
+    streamed = dict.fromkeys(range(3), "")
+    for chunk in client.completions.create(**given, n=3, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].text
+    assert [*streamed.values()] == texts
+    chat = {"model": "writer", "messages": MESSAGES, "max_tokens": 6, "seed": 4}
+    said = [choice.message.content for choice in client.chat.completions.create(**chat, n=2).choices]
+    streamed = dict.fromkeys(range(2), "")
+    for chunk in client.chat.completions.create(**chat, n=2, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert [*streamed.values()] == said
+    best = client.completions.create(**given, best_of=3, n=1)
+    assert best.choices[0].text in texts and best.usage.completion_tokens == 36
+    ids = [reader.tokenizer.encode(text).ids for text in ("a", "b c")]
+    found = client.embeddings.create(model="reader", input=ids, dimensions=4)
+    want = nnf.normalize(reader.embed(["a", "b c"])[:, :4])
+    assert (want - want.new_tensor([one.embedding for one in found.data])).abs().max() < 1e-6
 
 
 def test_an_answer_is_taken_back_as_a_message(client):
@@ -141,7 +139,7 @@ def test_an_answer_is_taken_back_as_a_message(client):
 
 def test_errors_are_errors(client, served):
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
-        client.chat.completions.create(model="writer", messages=MESSAGES, logit_bias={"1": 2})
+        client.chat.completions.create(model="writer", messages=MESSAGES, logit_bias={"1": 200})
     with pytest.raises(openai.NotFoundError, match="writer"):
         client.chat.completions.create(model="other", messages=MESSAGES)
     with pytest.raises(openai.AuthenticationError):

@@ -5,23 +5,39 @@ An option is None, and then the model's own, where generation_config.json may st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import field, make_dataclass
 from typing import Annotated, Any, get_args
 
 from tyro.conf import OmitArgPrefixes
 
 from clearhead.app.commands.common import option
-from clearhead.errors import hints_of
+from clearhead.errors import InputError, hints_of
 from clearhead.run.generate.request import DEFAULTS, GROUPS, OPTIONS, Request
 
-TYPES: dict[str, Any] = {"stop_tokens": tuple[str, ...], "json_schema": str | None}  # as they are typed
+TYPES: dict[str, Any] = {  # as they are typed
+    **{"stop_tokens": tuple[str, ...], "json_schema": str | None, "logit_bias": tuple[str, ...]}
+}
+METAVARS = {"logit_bias": "ID=BIAS"}
 _UNPREFIXED: Any = get_args(OmitArgPrefixes[int])[1]  # flags of a group without its name in front
+
+
+def _biases(texts: Sequence[str]) -> dict[int, float]:
+    """Read ID=BIAS, such as 50256=-100, for each token."""
+    found = {}
+    for text in texts:
+        token, _, bias = text.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise InputError(f"--logit-bias {text}: give ID=BIAS, such as 50256=-100") from None
+    return found
 
 
 def _entry(name: str) -> tuple[str, Any, Any]:
     """Return the flag of one option, as a field of a dataclass."""
     stated, default, hint = OPTIONS[name], DEFAULTS[name], TYPES.get(name, hints_of(Request)[name])
-    words, named = stated.help, {"name": stated.flag} if stated.flag else {}
+    words, named = stated.help, {"name": stated.flag or None, "metavar": METAVARS.get(name)}
     if stated.own and default not in (None, ()):
         words, default, hint = f"{words}; default: the model's own, else {default}", None, hint | None
     return name, Annotated[hint, option(words, **named)], field(default=default)
@@ -43,7 +59,8 @@ class _Grouped:
     def given(self) -> dict[str, Any]:
         """Return the options that differ from their defaults."""
         values = {name: value for group in vars(self).values() for name, value in vars(group).items()}
-        return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+        given = {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+        return given | {name: _biases(given[name]) for name in given.keys() & {"logit_bias"}}
 
 
 GroupedRequest: Any = make_dataclass(

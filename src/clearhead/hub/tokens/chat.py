@@ -255,7 +255,7 @@ class SafeNamespace(Namespace):
 Message = Mapping[str, Any]
 ASSISTANT = "assistant"
 LEADING = ("system", "developer")  # roles that may stand before anything is asked
-UNWRITTEN = ("role", "content", "weight", "tool_call_id")  # fields that a template need not read
+UNWRITTEN = ("role", "content", "weight", "tool_call_id", "name")  # fields that a template need not read
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names that one field goes by
 MARKS = "clearhead_marks"  # in the context of a template: what is put around the blocks of the assistant
 # What the assistant calls, after what it says: one block of JSON for each call.
@@ -491,10 +491,7 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
     unread = [
         name
         for name, value in message.items()
-        if name not in (*UNWRITTEN, *REASONING)
-        and value is not None
-        and not _reads(source, name)
-        and not (name == "name" and message.get("role") == "tool")  # the call that it answers names it too
+        if name not in (*UNWRITTEN, *REASONING) and value not in (None, [], "") and not _reads(source, name)
     ]
     drops = ToolFormat.of(source).thinking is not None  # such templates leave out what was thought before
     if reasons is not None and not drops and not any(_reads(source, name) for name in REASONING):

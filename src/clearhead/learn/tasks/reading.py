@@ -15,7 +15,7 @@ from clearhead.core.config.fields import HeadName
 from clearhead.core.transformer import Output
 from clearhead.errors import InputError, refuse
 from clearhead.hub import preprocessor, sentences
-from clearhead.hub.tokenizer import encoding_of, windows
+from clearhead.hub.tokenizer import encoding_of, truncation_side, windows
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.batches.ragged import Rows, for_device, padded, real_tokens
 from clearhead.learn.data.conll import Tagging, by_labels
@@ -106,7 +106,7 @@ def embed(
 
 @torch.inference_mode()
 def embed_counted(
-    m: Bundle, texts: Sequence[str], batch_size: int | None = None, prompt: str | None = None
+    m: Bundle, texts: Sequence[str | list[int]], batch_size: int | None = None, prompt: str | None = None
 ) -> tuple[Tensor, list[int]]:
     """Return one vector for each text, [N, D], and how many tokens were read of each."""
     check_head(m, "embed")
@@ -115,8 +115,7 @@ def embed_counted(
         prompt is not None and m.sentences is None,
         f"prompt {prompt!r} was asked for, and this model has no prompts (config_sentence_transformers.json)",
     )
-    before = how.before(prompt)
-    rows = m.encode([how.read(before + text) for text in texts], m.max_length)
+    before, rows = how.before(prompt), rows_of(m, texts, prompt)
     skipped = 0 if how.pools_prompt or not before else _prompt_length(m, how.read(before))
     order, pooled = list[int](), list[Tensor]()
     for numbers, output, mask in outputs_of(m, rows, (), batch_size, "none"):
@@ -127,6 +126,20 @@ def embed_counted(
     if pooled:
         vectors[order] = torch.cat(pooled).cpu()  # brought from the device once, since each time waits for it
     return vectors, [len(row) for row in rows]
+
+
+def rows_of(
+    m: Bundle, texts: Sequence[str | list[int]], prompt: str | None = None, cut: bool = True
+) -> list[list[int]]:
+    """Return the tokens of texts to be embedded, with the prompt before them; `cut`: those that are read.
+
+    A list of token ids is taken as it is.
+    """
+    how, most = m.sentences or sentences.Sentences(), m.max_length if cut else None
+    before, written = how.before(prompt), [text for text in texts if isinstance(text, str)]
+    encoded = iter(m.encode([how.read(before + text) for text in written], most) if written else ())
+    first = slice(-most, None) if most and truncation_side(m.settings) == "left" else slice(most)
+    return [next(encoded) if isinstance(text, str) else m.prompt_ids(text)[first] for text in texts]
 
 
 def _prompt_length(m: Bundle, prompt: str) -> int:

@@ -193,7 +193,8 @@ def _scores(
     lengths, logits = [len(prompts.ids[row]) for row in rows], wide(logits)
     standing = Standing(L, request.max_new_tokens - L, lengths, stops)
     forced = (request.forced_first is not None and L == 0) or (request.forced_last and standing.left == 1)
-    if not (forced or request.looks_back or request.renormalize or request.diversity_penalty):
+    changed = request.logit_bias or request.looks_back or request.renormalize or request.diversity_penalty
+    if not (forced or changed):
         count = min(_count(request, len(stops)), logits.shape[-1])
         found = best_tokens(logits, adjust_by(logits, request, (), standing), count)
         if found is not None:

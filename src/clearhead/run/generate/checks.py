@@ -80,6 +80,7 @@ def check_options(model: Transformer, request: Request, ends: Ends) -> None:
         "banned": request.banned,
         "banned_first": request.banned_first,
         "banned_sequences": [token for ids in request.banned_sequences for token in ids],
+        "logit_bias": [token for token, _ in request.logit_bias],
         "forced_first": () if request.forced_first is None else (request.forced_first,),
         "forced_last": request.forced_last,
         "stop_ids": ends.stop_ids,

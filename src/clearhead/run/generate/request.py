@@ -10,7 +10,7 @@ Shapes: B rows, V vocabulary.
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -54,6 +54,7 @@ FROM_0 = Bounds(0, MOST, "must be a whole number, 0 or more, up to 2**53")
 FROM_1 = Bounds(1, MOST, "must be a whole number, 1 or more, up to 2**53")
 SHARE = Bounds(0, 1, "is outside (0, 1]: 1 keeps every token", above=True)
 PENALTY = Bounds(-100, 100, "is outside [-100, 100]: 0 is off")
+BIAS = Bounds(-100, 100, "is outside [-100, 100]: -100 all but bans a token, 100 all but forces it")
 
 
 class Option(NamedTuple):
@@ -232,6 +233,10 @@ class Request:
     banned_sequences: tuple[tuple[int, ...], ...] = option(
         (), "sequences of ids that are never completed", own="bad_words_ids"
     )
+    logit_bias: tuple[tuple[int, float], ...] = option(
+        (), "add to the logits of tokens, by id; from -100, which all but bans, to 100", "token",
+        http="logit_bias",
+    )
     forced_first: int | None = option(
         None, "id of the first new token, after a prompt of one token", "token", own="forced_bos_token_id"
     )
@@ -301,11 +306,13 @@ class Request:
     # fmt: on
 
     def __post_init__(self) -> None:
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         for name in SEQUENCES:
             value = getattr(self, name)
             if isinstance(value, str):
                 object.__setattr__(self, name, (value,))
-            elif value is not None:
+            elif isinstance(value, Iterable):
                 listed = value.tolist() if hasattr(value, "tolist") else list(value)
                 object.__setattr__(self, name, shaped(listed, tuple))
         if isinstance(self.json_schema, Mapping):
@@ -324,6 +331,8 @@ class Request:
     def _check_needs(self) -> None:
         """Refuse an option without what it needs."""
         refuse(() in self.banned_sequences, "banned_sequences has an empty one: give each one id at least")
+        for token, bias in self.logit_bias:
+            refuse(not BIAS.allow(bias), f"logit_bias {bias} of token {token} {BIAS.rule}")
         refuse(
             self.allowed is not None and set(self.allowed) <= set(self.banned),
             "allowed minus banned leaves no token to choose from",
@@ -397,7 +406,7 @@ class Request:
     @property
     def plain_greedy(self) -> bool:
         """Return True where the best token is taken, without any rule."""
-        return self.temperature == 0 and not self.looks_back and not self.restricts
+        return not (self.temperature or self.logit_bias or self.looks_back or self.restricts)
 
     @property
     def group_size(self) -> int:
@@ -437,6 +446,7 @@ class RequestOptions(TypedDict, total=False):
     banned: Sequence[int]
     banned_first: Sequence[int]
     banned_sequences: Sequence[Sequence[int]]
+    logit_bias: Mapping[int, float]
     forced_first: int | None
     forced_last: Sequence[int]
     json_schema: str | Mapping[str, Any] | None

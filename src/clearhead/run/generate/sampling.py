@@ -1,5 +1,6 @@
 """Sampling: from logits to the next token, as pure functions applied in one fixed order.
 
+    0  logit bias
     1  repetition, presence and frequency penalties      look back at the row's own tokens
     2  no-repeat n-grams, banned sequences
     3  least length, allowed, forced and banned tokens    before all: tokens that a grammar does not allow
@@ -45,7 +46,7 @@ def adjust(
     sources: Sequence[Sequence[int]] = (),
     standing: Standing | None = None,
 ) -> Tensor:
-    """Apply steps 1 to 3 and check what is left: [B, V] -> [B, V].
+    """Apply steps 0 to 3 and check what is left: [B, V] -> [B, V].
 
     `seen` has each row's tokens; the first are its prompt.
     """
@@ -61,8 +62,8 @@ def adjust(
 def adjust_by(
     logits: Tensor, options: Request, histories: Sequence["History"] = (), standing: Standing | None = None
 ) -> Tensor:
-    """Apply steps 1 to 3 to rows whose tokens are counted already: [B, V] -> [B, V]."""
-    logits = wide(logits)
+    """Apply steps 0 to 3 to rows whose tokens are counted already: [B, V] -> [B, V]."""
+    logits = biased(wide(logits), options.logit_bias)
     if options.looks_back:
         logits = logits.clone()
         for row, history in zip(logits, histories):
@@ -201,6 +202,15 @@ def _endings(sequences: tuple[tuple[int, ...], ...]) -> Table:
     for *before, last in sequences:
         after.setdefault(tuple(before), set()).add(last)
     return set(map(len, after)), after
+
+
+def biased(logits: Tensor, biases: Sequence[tuple[int, float]]) -> Tensor:
+    """Add to the logits of some tokens: [B, V] -> [B, V]."""
+    if not biases:
+        return logits
+    tokens, values = zip(*dict(biases).items())
+    added = torch.tensor(values, dtype=logits.dtype, device=logits.device).expand(*logits.shape[:-1], -1)
+    return logits.index_add(-1, torch.tensor(tokens, device=logits.device), added)
 
 
 def without(logits: Tensor, tokens: Sequence[int]) -> Tensor:

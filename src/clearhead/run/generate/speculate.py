@@ -89,7 +89,7 @@ class DraftModel:
         """Draft up to `count` tokens at a time; a call reads `chunk` tokens at most before it drafts any."""
         self.model, self.count, self.sources, self.chunk = model, count, prompts.sources, chunk
         # Rules that look back are left to the other model: any q gives the right result.
-        shared = ("temperature", *FILTERS, "allowed", "banned")
+        shared = ("temperature", *FILTERS, "logit_bias", "allowed", "banned")
         self.sampling = Request(**{name: getattr(sampling, name) for name in shared})
         self.cache = Cache()
         self.length = 0  # tokens given at the last call

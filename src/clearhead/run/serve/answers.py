@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import time
 import uuid
 from collections import abc
@@ -20,6 +21,7 @@ from fastapi.concurrency import run_in_threadpool
 from torch import Tensor
 
 from clearhead.errors import RequestError, refuse
+from clearhead.hub.sentences import Sentences
 from clearhead.hub.tokens.answers import AnswerParser, Part, ReadAnswer
 from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.hub.tokens.text import decoded
@@ -51,7 +53,8 @@ def choices_of(engine: ServeEngine, name: str, body: CompletionBody | ChatBody, 
     serving = replace(
         _serving(engine, name, body, owner), prompt_logprobs=best if echo else None, prefill_only=most == 0
     )
-    return Choices(engine, name, body.prompts(), options, body.seeds(body.n or 1), serving, best, echo)
+    seeds = body.seeds(body.candidates)
+    return Choices(engine, name, body.prompts(), options, seeds, serving, best, echo, body.n or 1)
 
 
 def chat_choices(engine: ServeEngine, name: str, body: ChatBody, owner: str = "") -> "ChatChoices":
@@ -144,6 +147,7 @@ class Choices:
     serving: ServeOptions
     best: int | None = None  # tokens reported at each step; None: nothing is reported
     echo: bool = False
+    wanted: int | None = None  # choices of each prompt that are given, the most probable; None: all
     cited: dict[str, Any] = field(default_factory=dict)  # said once, in the answer or in the first event
     seqs: list[ServedSequence] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice that are out
@@ -155,6 +159,8 @@ class Choices:
         self.events = EventQueue()
         if self.best is not None:
             self.options |= {"logprobs": True, "alternatives": self.best}
+        if self.wanted is not None and self.wanted < len(self.seeds):
+            self.options["logprobs"] = True
         choices = len(self.prompts) * len(self.seeds)
         refuse(
             choices > MOST_INPUTS,
@@ -240,12 +246,26 @@ class Choices:
 
     def answer(self) -> dict[str, Any]:
         """Return the answer, once every seq has ended."""
-        choices = [self._choice(number, seq) for number, seq in enumerate(self.seqs)]
+        numbers = enumerate(self.given())
+        choices = [{**self._choice(number, self.seqs[number]), "index": at} for at, number in numbers]
         return {**self._head(self.kinds[0]), "choices": choices, "usage": self.usage()}
 
     def finish_reason(self, number: int) -> str:
         """Return OpenAI's word for why a choice has ended."""
         return finish_reason(self.seqs[number].stop_reason)
+
+    def given(self) -> list[int]:
+        """Return the numbers of the choices that are given: of each prompt, the most probable per token."""
+
+        def worth(number: int) -> float:
+            values = self.seqs[number].logprobs
+            return sum(values) / len(values) if values else -math.inf
+
+        starts, each = range(0, len(self.seqs), len(self.seeds)), len(self.seeds)
+        rows = [list(range(start, start + each)) for start in starts]
+        if self.wanted is not None and self.wanted < each:
+            rows = [sorted(row, key=worth, reverse=True)[: self.wanted] for row in rows]
+        return [number for row in rows for number in row]
 
     def _choice(self, number: int, seq: ServedSequence) -> dict[str, Any]:
         """Return a choice as the chunks of a stream would tell it, put together."""
@@ -545,7 +565,7 @@ def embedding(prompt: str | None) -> Any:
     return partial(_embed, prompt)
 
 
-def _embed(prompt: str | None, m: Bundle, texts: abc.Sequence[str]) -> list[Embedded]:
+def _embed(prompt: str | None, m: Bundle, texts: abc.Sequence[str | list[int]]) -> list[Embedded]:
     vectors, counts = reading.embed_counted(m, texts, prompt=prompt)
     refuse(
         not vectors.isfinite().all(),
@@ -556,14 +576,31 @@ def _embed(prompt: str | None, m: Bundle, texts: abc.Sequence[str]) -> list[Embe
     return list(zip(vectors, counts))
 
 
-def check_lengths(m: Bundle, texts: abc.Sequence[str], prompt: str | None) -> None:
+def check_dimensions(m: Bundle, dimensions: int | None) -> None:
+    """Refuse to cut vectors to more numbers than they have."""
+    width = (m.sentences or Sentences()).width(m.config.d_model)
+    if dimensions is not None and dimensions > width:
+        line = f"dimensions {dimensions}: a vector of this model has {width} numbers: choose 1 to {width}"
+        raise RequestError(line, None, param="dimensions")
+
+
+def cut(found: abc.Sequence[Embedded], dimensions: int | None) -> abc.Sequence[Embedded]:
+    """Return the first numbers of each vector, scaled to length 1 (Matryoshka); None: vectors as they are."""
+    if dimensions is None:
+        return found
+    return [(nnf.normalize(vector[..., :dimensions], dim=-1), count) for vector, count in found]
+
+
+def check_lengths(m: Bundle, texts: abc.Sequence[str | list[int]], prompt: str | None) -> None:
     """Refuse a text that the model cannot read whole."""
     before = "" if m.sentences is None else m.sentences.before(prompt)
     for number, text in enumerate(texts):
-        if len((before + text).encode("utf-8", "replace")) + SPECIAL <= m.max_length:
+        if (
+            isinstance(text, str)
+            and len((before + text).encode("utf-8", "replace")) + SPECIAL <= m.max_length
+        ):
             continue  # no token is shorter than a byte
-        whole = before + text if m.sentences is None else m.sentences.read(before + text)
-        (ids,) = m.encode([whole])
+        (ids,) = reading.rows_of(m, [text], prompt, cut=False)
         if len(ids) > m.max_length:
             raise RequestError(
                 f"input {number} has {len(ids)} tokens, and this model reads {m.max_length}: shorten it, or "

@@ -250,10 +250,12 @@ def make_server(
             f"prompt_name {body.prompt_name!r}: this model has no prompts "
             "(config_sentence_transformers.json)",
         )
+        answers.check_dimensions(engine.m, body.dimensions)
         if body.truncate in (None, False, "NONE"):
             await run_in_threadpool(answers.check_lengths, engine.m, body.texts(), body.prompt_name)
         found = await read(engine, body.texts(), answers.embedding(body.prompt_name), request)
-        chunks = answers.written(name, found, body.encoding_format == "base64")
+        vectors = answers.cut(found, body.dimensions)
+        chunks = answers.written(name, vectors, body.encoding_format == "base64")
         return StreamingResponse(chunks, media_type="application/json")
 
     @app.post("/v1/classify")

@@ -131,7 +131,9 @@ class PoolingQueue:
 
 def _length(one: Any) -> int:
     """Return the characters of an input: a text, a pair of texts, or anything else, which counts nothing."""
-    return len(one) if isinstance(one, str) else sum(map(len, one)) if isinstance(one, list | tuple) else 0
+    if isinstance(one, str) or (isinstance(one, list) and one and isinstance(one[0], int)):
+        return len(one)
+    return sum(map(len, one)) if isinstance(one, list | tuple) else 0
 
 
 def with_model(m: Bundle, model: Any) -> Bundle:

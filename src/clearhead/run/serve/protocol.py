@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 from clearhead.errors import ClearheadError, InputError, RequestError, hints_of, refuse, refusing
 from clearhead.hub.tokens.tools import AUTO, MOST_TOOLS, NONE, tools_of
 from clearhead.learn.tasks.generation import ToolChoice
-from clearhead.run.generate.request import CONSTRAINTS, DEFAULTS, OPTIONS, Request
+from clearhead.run.generate.request import BIAS, CONSTRAINTS, DEFAULTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
 MOST_INPUTS = 2048  # prompts or texts of one request
@@ -49,17 +49,19 @@ class FewFields(BaseModel):
 
 
 # Fields of OpenAI's API that change nothing in an answer: any value is taken.
-UNUSED = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+UNUSED: tuple[str, ...] = (
+    *("user", "metadata", "service_tier", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),  # all prefixes are cached
+)
 # Fields that are not served, with the values (and null) that ask for nothing: these are taken.
 NO_OPS: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "dimensions": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "lora_int_id": (),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
     "reasoning_effort": ("none",),
@@ -100,6 +102,7 @@ class StreamOptions(FewFields):
     """What a stream holds beside the text."""
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None  # events are not padded
 
 
 class NamedSchema(FewFields):
@@ -128,11 +131,28 @@ class StructuredOutputs(FewFields):
     grammar: str | None = None
 
 
+MOST_BIASES = 10_000  # of one request
+
+
+def _biases(given: Any) -> Any:
+    """Return biases by number; a key of JSON is text."""
+    if not isinstance(given, dict):
+        return given
+    wrong = next((key for key in given if not re.fullmatch(r"[0-9]{1,9}", str(key))), None)
+    if wrong is not None:
+        raise ValueError(f'"{wrong!s:.20}" is no id of a token, such as "50256"')
+    if len(given) > MOST_BIASES:
+        raise ValueError(f"{len(given)} tokens: at most {MOST_BIASES}")
+    return {int(key): bias for key, bias in given.items()}
+
+
+Bias = Annotated[float, Field(ge=BIAS.least, le=BIAS.most)]
 JSON_TYPES: dict[str, Any] = {  # options whose JSON is not that of their Python type
     "stop": Stop | Stops,
     "stop_tokens": Annotated[list[Id], Field(max_length=64)],
     "json_schema": Schema,
     "suffix": Text,
+    "logit_bias": Annotated[dict[int, Bias], BeforeValidator(_biases)],
 }
 OPENAI_DEFAULTS = {"temperature": 1.0}  # texts are drawn, as OpenAI's are
 
@@ -217,6 +237,7 @@ class CompletionBody(GenerationBody):
         | Annotated[list[Ids], Field(fail_fast=True)]
     )
     max_tokens: Count | None = None  # 0 with echo
+    best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
 
@@ -224,6 +245,17 @@ class CompletionBody(GenerationBody):
     def best(self) -> int | None:
         """How many of the best tokens to report; None: report nothing."""
         return self.logprobs
+
+    @property
+    def candidates(self) -> int:
+        """How many texts to generate for each prompt, of which the `n` most probable are given."""
+        wanted, made = self.n or 1, self.best_of or self.n or 1
+        refuse(made < wanted, f"best_of {made} is less than n {wanted}: raise best_of, or lower n")
+        refuse(
+            made > wanted and self.stream,
+            f"best_of {made} with stream: which of them are the best is known at the end: leave stream out",
+        )
+        return made
 
     def prompts(self) -> list[str | list[int]]:
         """Return every prompt."""
@@ -318,12 +350,27 @@ class TextsBody(Body):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-class EmbeddingsBody(TextsBody):
-    """`/v1/embeddings`."""
+TokenIds = Annotated[list[Id], Field(min_length=1, fail_fast=True)]
 
+
+class EmbeddingsBody(Body):
+    """`/v1/embeddings`; token ids are what the model reads, its special tokens included."""
+
+    input: (
+        Text
+        | TokenIds
+        | Annotated[list[Text], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_INPUTS, fail_fast=True)]
+    )
+    dimensions: Annotated[Count, Field(ge=1)] | None = None  # of a vector, its first; then of length 1 again
     encoding_format: Literal["float", "base64"] | None = None
     truncate: bool | Literal["NONE", "END"] | None = None  # cut a text that is too long; else it is refused
     prompt_name: Annotated[str, Field(max_length=1000)] | None = None
+
+    def texts(self) -> list[str | list[int]]:
+        """Return every text."""
+        given: Any = self.input
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 class PairsBody(Body):
