@@ -213,12 +213,12 @@ class Attention(nn.Module):
         """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""
         return self.q(x), self.k(source), self.v(source)
 
-    def head_shares(self) -> dict[str, tuple[int, bool, int]]:
-        """Return how heads share out each weight: its axis, if by key/value heads, the width of a head."""
+    def head_axes(self) -> dict[str, tuple[int, bool, int]]:
+        """Return, for each weight: the axis split by heads, whether by key/value heads, rows per head."""
         E, Ev = self.d_head, self.d_value
         inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev), "gate": (0, False, Ev)}
-        shares = {f"{name}.{kind}": inputs[name] for name in inputs for kind in ("weight", "bias")}
-        return {**shares, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
+        axes = {f"{name}.{kind}": inputs[name] for name in inputs for kind in ("weight", "bias")}
+        return {**axes, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
 
     def split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """Split heads, and norm all of them or each: [B, T, heads·width] -> [B, heads, T, width]."""

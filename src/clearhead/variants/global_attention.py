@@ -105,11 +105,11 @@ class GlobalAttention(Attention):
             k = positions.rotate(k, view.rotary, self.layout)
         return q, k, v
 
-    def head_shares(self) -> dict[str, tuple[int, bool, int]]:
-        """Return how heads share out each weight, also of the other projections."""
-        shares = super().head_shares()
-        own = {name: share for name, share in shares.items() if name[0] in "qkv"}
-        return {**shares, **{f"{name[0]}_global{name[1:]}": share for name, share in own.items()}}
+    def head_axes(self) -> dict[str, tuple[int, bool, int]]:
+        """Return the same for the projections of global tokens too."""
+        axes = super().head_axes()
+        own = {name: axis for name, axis in axes.items() if name[0] in "qkv"}
+        return {**axes, **{f"{name[0]}_global{name[1:]}": axis for name, axis in own.items()}}
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
