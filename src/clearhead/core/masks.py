@@ -162,7 +162,7 @@ PLANS: Registry[Callable[..., Any]] = Registry({"blocks": "clearhead.variants.bl
 class View:
     """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
 
-    partial: ClassVar[bool] = False  # whether only some tokens go through the layer, by a router
+    routed: ClassVar[bool] = False  # whether a router sends only some tokens through the layer
     mask: Tensor | None = None  # B|1 1 T S, True = may attend; None: no mask, or a plain causal one
     causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores

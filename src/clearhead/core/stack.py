@@ -95,7 +95,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
         view, keys, memory, cross_view, cross_keys = reads
-        if self.router is not None and view.partial:  # mixture of depths: some tokens skip the layer
+        if self.router is not None and view.routed:  # mixture of depths: some tokens skip the layer
             return cast(Tensor, self.router(x, view, keys, partial(Block.forward, self), tap))
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         x = tap("resid_pre", x)

@@ -179,7 +179,7 @@ Views = Callable[[tuple[Kind, ...], StackCall], dict[Kind, masks.View]]  # of a 
 class PartView(masks.View):
     """What a layer with a router sees: all tokens, and what makes the view of those that go through."""
 
-    partial = True
+    routed = True
     tokens: Tokens
     kind: Kind
     call: StackCall
