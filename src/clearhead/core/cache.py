@@ -112,7 +112,7 @@ class Cache:
 
     def policy(self, index: int, kind: Kind) -> LayerKeys:
         """Choose how a layer of this kind keeps what it has read."""
-        return cast(LayerKeys, self.keys(self) if kind.chooses else STATES["state"]())
+        return cast(LayerKeys, self.keys(self) if kind.masked else STATES["state"]())
 
     def cross_layer(self, index: int) -> LayerKeys:
         """Return the cross-attention keys of one layer."""

@@ -148,7 +148,7 @@ def join(a: Tokens, b: Tokens) -> Tokens:
 
 
 class Plan(Protocol):
-    """A way to attend without a mask over all pairs, for long rows of kinds that choose few keys."""
+    """A way to attend without a mask over all pairs, for long rows of kinds that see few keys."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **formula: Any) -> Tensor:
         """Map q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev]."""

@@ -162,7 +162,7 @@ class Stack(nn.Module):
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
-        # For long rows of kinds that choose few keys; looked up once, as passes may be compiled.
+        # For long rows of kinds that see few keys; looked up once, as passes may be compiled.
         self.plan = PLANS["blocks"] if any(kind.block_size is not None for kind in spec.kinds) else None
 
     def layers(self) -> list[Block]:
@@ -224,7 +224,7 @@ class Stack(nn.Module):
         inputs, tokens, cache, dtype, tap = call
         scheme, at, causal = self.positions, tap.part("positions"), self.spec.causal
         rotary = scheme.rotary(tokens.positions, kind.reach, at)
-        if not kind.chooses:
+        if not kind.masked:
             return View(rotary=rotary, tokens=tokens)
         queries = kind.describe(tokens, causal, inputs.ids, inputs.global_mask)
         keys = queries if cache is None else cache.visible(kind)

@@ -141,14 +141,14 @@ class Function(nn.Module):
         super().__init__()
         self.model, self.sentences, self.cache = model, sentences, cache
         self.ports = ports_of(model.config, cache)
-        self.chooses = any(kind != FULL and kind.chooses for kind in model.main.spec.kinds)
+        self.masked = any(kind != FULL and kind.masked for kind in model.main.spec.kinds)
 
     def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the model; masks are whole numbers, 1 for a token and 0 for padding."""
         stacks, own = self.model.config.stacks, "decoder_" if len(self.model.config.stacks) == 2 else ""
         mask = tensors[own + MASK].bool() if own + MASK in tensors else None
         # With a bias of nothing masks are spelled out: plans by blocks depend on the length.
-        plain = self.chooses and torch.compiler.is_compiling()
+        plain = self.masked and torch.compiler.is_compiling()
         call = {"types": tensors.get(own + TYPES), "bias": torch.zeros(1, 1, 1, 1) if plain else None}
         if own:
             call["source"], call["source_mask"] = tensors[INPUTS[stacks[0].input]], tensors[MASK].bool()
@@ -369,7 +369,7 @@ def _check(model: Transformer, cache: bool) -> None:
     """Refuse by name what a graph cannot be."""
     way_out = "run it with clearhead"
     for spec in model.config.stacks:
-        formula = next((kind for kind in spec.kinds if not kind.chooses and kind.name != "low-rank"), None)
+        formula = next((kind for kind in spec.kinds if not kind.masked and kind.name != "low-rank"), None)
         refuse(formula, f"attention {formula} goes by chunks, and a graph of any length cannot: {way_out}")
         chosen = next((kind for kind in spec.kinds if kind != FULL and spec is not model.main.spec), None)
         refuse(chosen, f"attention {chosen} in an encoder before a decoder has no graph: {way_out}")
@@ -381,7 +381,7 @@ def _check(model: Transformer, cache: bool) -> None:
         f"{model.config.input}: leave it out",
     )
     refuse(
-        cache and any(not kind.chooses for kind in model.main.spec.kinds),
+        cache and any(not kind.masked for kind in model.main.spec.kinds),
         "a layer of this model keeps no keys: leave the cache out",
     )
     weight = next(model.parameters())

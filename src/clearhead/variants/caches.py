@@ -269,7 +269,7 @@ def stream_mistakes(config: ModelConfig, window: int, sinks: int) -> Iterator[st
 
 def sees_past(kind: Kind, window: int) -> bool:
     """Return True if a layer of this kind sees more than `window` tokens; the others keep to their own."""
-    return kind.chooses and (kind.reach is None or kind.reach >= window)
+    return kind.masked and (kind.reach is None or kind.reach >= window)
 
 
 class StreamCache(WindowCache):

@@ -258,7 +258,7 @@ class LinearKind(Kind):
     """A feature map in place of the softmax, so that keys add up to a state."""
 
     name = "linear"
-    chooses = False
+    masked = False
     shares = False
     untapped = ("scores",)
     state_begins = (0.0, ABSENT)
@@ -284,7 +284,7 @@ class LowRank(Kind):
     name = "low-rank"
     shares = False
     both_sides = bounded = True
-    chooses = patterned = False  # its shares are of mixtures
+    masked = patterned = False  # its shares are of mixtures
     rank: int = 64
 
 
@@ -294,7 +294,7 @@ class GatedDeltaKind(Kind):
 
     name = "gated-delta"
     shares = False
-    chooses = patterned = False
+    masked = patterned = False
     untapped = ("scores", "pattern")
     key_heads: int = 0  # 0: n_kv_heads
     value_heads: int = 0  # 0: n_heads

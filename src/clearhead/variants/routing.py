@@ -298,7 +298,7 @@ class Router(nn.Module):
         if cache is not None:
             cache.begin(some)
         inner = view.of(some, cache, tap)
-        if tap is not SILENT and cache is None and kind.chooses:  # who passes by looks at nothing
+        if tap is not SILENT and cache is None and kind.masked:  # who passes by looks at nothing
             inner = inner.spelled_out()
             allowed = masks.spelled_out(inner.mask, inner.causal, some, some)
             inner = replace(inner, mask=allowed & real[:, None, :, None], causal=False)

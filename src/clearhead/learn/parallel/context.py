@@ -259,7 +259,7 @@ def _check(stack: Stack, size: int) -> None:
     spec, axis = stack.spec, f"parallel.context {size}"
     for layer, kind in enumerate(spec.kinds):
         refuse(
-            not (kind.chooses and kind.shares),
+            not (kind.masked and kind.shares),
             f"{axis} shares out layers of full, window, dilated, strided and blocks attention, and layer "
             f"{layer} is {kind}: use data, shard or tensor",
             ConfigError,

@@ -53,7 +53,7 @@ class FixedCache(Cache):
 
         for layer, kind in enumerate(spec.kinds):
             block = f"{spec.prefix}blocks.{layer}"
-            if kind.chooses:
+            if kind.masked:
                 self.layers[layer] = FixedKeys(self, kind, room(f"{block}.attention", capacity))
             else:
                 shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]

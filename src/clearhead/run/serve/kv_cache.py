@@ -176,7 +176,7 @@ def attentions_of(spec: StackSpec) -> list[tuple[int, Group, str]]:
     kept: list[tuple[int, Group, str]] = [
         (layer, group_of(kind), f"{blocks[layer]}.attention")
         for layer, kind in enumerate(spec.kinds)
-        if kind.chooses
+        if kind.masked
     ]
     return kept + [(layer, None, f"{block}.cross") for layer, block in enumerate(blocks) if spec.cross]
 
@@ -404,7 +404,7 @@ class PagedCache(Cache):
 
     def layer(self, index: int, kind: Kind) -> LayerKeys:
         """Return the keys of one layer, or the state of each chunk."""
-        if not kind.chooses:
+        if not kind.masked:
             return StateKeys(
                 chunks=[chunk.seq.states.setdefault(index, StateKeys()) for chunk in self.chunks]
             )

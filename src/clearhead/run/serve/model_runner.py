@@ -107,7 +107,7 @@ class RaggedStack(Direct, Stack):
         def ragged(kind: Kind) -> masks.View:
             views = [views_of[kind] for views_of in found]
             parts = tuple(
-                ChunkView(span, view, p.read(group_of(kind))[1] if p is not None and kind.chooses else None)
+                ChunkView(span, view, p.read(group_of(kind))[1] if p is not None and kind.masked else None)
                 for (span, _, p), view in zip(chunks, views)
             )
             turns = [view.rotary for view in views if view.rotary is not None]
