@@ -92,9 +92,9 @@ class Block(nn.Module):
         self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
         self.router = ROUTERS["depth"](spec, layer) if spec.capacities[layer] < 1 else None
 
-    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
-        view, keys, memory, cross_view, cross_keys = reads
+        view, keys, memory, cross_view, cross_keys = inputs
         if self.router is not None and view.routed:  # mixture of depths: some tokens skip the layer
             return cast(Tensor, self.router(x, view, keys, partial(Block.forward, self), tap))
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
@@ -188,20 +188,20 @@ class Stack(nn.Module):
         if cache is not None:
             cache.begin(tokens)
         blocks, call = self.layers(), StackCall(inputs, tokens, cache, x.dtype, tap)
-        for layer, (block, reads) in enumerate(zip(blocks, self.reads(blocks, call, memory))):
-            x = block(x, reads, tap.part(f"blocks.{layer}"))
+        for layer, (block, layer_inputs) in enumerate(zip(blocks, self.layer_inputs(blocks, call, memory))):
+            x = block(x, layer_inputs, tap.part(f"blocks.{layer}"))
         if cache is not None:
             cache.advance()
         return tap("hidden", tap.step("norm", self.norm(x)) if self.norm is not None else x)
 
-    def reads(self, blocks: list[Block], call: StackCall, memory: Memory | None) -> list[LayerInputs]:
+    def layer_inputs(self, blocks: list[Block], call: StackCall, memory: Memory | None) -> list[LayerInputs]:
         """Return what the block of each layer reads besides the residual stream."""
         views, cache = self.views(self.spec.whole_kinds, call), call.cache
         hidden = cross_view = None
         if memory is not None:
             hidden = memory.hidden
             cross_view = self.cross_view(call.tokens, memory.tokens, call.inputs.ids.shape[0])
-        reads = []
+        layers = []
         for layer, (block, kind) in enumerate(zip(blocks, self.spec.kinds)):
             if block.router is not None:
                 view, keys = block.router.part(layer, kind, call, self.views)
@@ -210,8 +210,8 @@ class Stack(nn.Module):
             if layer in self.spec.rope_skips:
                 view = view.unrotated()
             source = cache.cross_layer(layer) if cache is not None and memory is not None else None
-            reads.append(LayerInputs(view, keys, hidden, cross_view, source))
-        return reads
+            layers.append(LayerInputs(view, keys, hidden, cross_view, source))
+        return layers
 
     def views(self, kinds: tuple[Kind, ...], call: StackCall) -> dict[Kind, View]:
         """Return what the layers of each of these kinds of attention may see."""

@@ -89,7 +89,7 @@ class Kind:
     def with_counts(
         self, bias: Any, queries: Any, keys: Any, dtype: Any, name: str = "", tap: Any = None
     ) -> Any:
-        """Add to a bias on the scores the log of how many tokens each key stands for; by default one: nothing."""
+        """Add to a bias on the scores the log of how many times each key counts; default: nothing."""
         return bias
 
     def state_shapes(self, spec: Any, heads: int) -> list[tuple[int, ...]]:

@@ -77,12 +77,12 @@ class LeavingBlock(nn.Module):
         assert isinstance(block, Block)
         self.block, self.step = block, step
 
-    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, 1, D] -> [B, 1, D]."""
-        if self.step.all_left and reads.keys is not None:
-            remember(self.block, x, reads.view, reads.keys)
+        if self.step.all_left and inputs.keys is not None:
+            remember(self.block, x, inputs.view, inputs.keys)
             return x
-        y = self.block(x, reads, tap)
+        y = self.block(x, inputs, tap)
         return self.step.ask(torch.where(self.step.left[:, None, None], x, y) if self.step.some_left else y)
 
 

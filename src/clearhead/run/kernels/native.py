@@ -253,25 +253,25 @@ class NativeBlock(Described, Block):
     alike = False  # add up each row in the same order, whatever the number of rows
     most_rows = MOST_ROWS
 
-    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         suits = x.shape[1] == 1 and tap is SILENT and plain(x)
-        call = self.call(x, reads) if suits else None
+        call = self.call(x, inputs) if suits else None
         if call is None:
-            return super().forward(x, reads, tap)
-        return run(x, call, array("Q", self.layer(call, reads.keys, reads.cross_keys)))
+            return super().forward(x, inputs, tap)
+        return run(x, call, array("Q", self.layer(call, inputs.keys, inputs.cross_keys)))
 
-    def call(self, x: Tensor, reads: LayerInputs) -> Any:
+    def call(self, x: Tensor, inputs: LayerInputs) -> Any:
         """Describe a step of rows [B, 1, D] through layers of this view; None where `step.c` does not suit.
 
         The structure points to tensors that the view and the caches keep.
         """
         rows = x.shape[0]
-        own = self._own(reads.view, reads.keys, rows) if rows <= self.most_rows else None
-        source = self._source(reads.cross_view, reads.cross_keys, rows) if own is not None else None
+        own = self._own(inputs.view, inputs.keys, rows) if rows <= self.most_rows else None
+        source = self._source(inputs.cross_view, inputs.cross_keys, rows) if own is not None else None
         if own is None or source is None:
             return None
-        (seen, *slot), rotary = own, reads.view.rotary
+        (seen, *slot), rotary = own, inputs.view.rotary
         turns: tuple[int | None, ...] = (None, None, 0, 0)
         cos = sin = None
         if rotary is not None:
@@ -385,11 +385,11 @@ class NativeStack(Described, Stack):
 
         x: Tensor = self.embedding(inputs.ids, inputs.types, place, inputs.mask)  # B 1 D
         cache.begin(tokens)
-        steps = self.reads(blocks, StackCall(inputs, tokens, cache, x.dtype), memory)
+        steps = self.layer_inputs(blocks, StackCall(inputs, tokens, cache, x.dtype), memory)
         found = through(x, blocks, steps, self.fields()) if plain(x) else None
         if found is None:
-            for block, reads in zip(blocks, steps):
-                x = block(x, reads)
+            for block, layer_inputs in zip(blocks, steps):
+                x = block(x, layer_inputs)
             found = x if self.norm is None else self.norm(x)
         cache.advance()
         return found
@@ -434,17 +434,17 @@ def through(x: Tensor, blocks: list[Block], steps: list[LayerInputs], last: Any)
     """
     calls: dict[Any, Any] = {}
     layers = []
-    for block, reads in zip(blocks, steps):
-        keys = reads.keys
+    for block, inputs in zip(blocks, steps):
+        keys = inputs.keys
         assert isinstance(block, NativeBlock) and keys is not None
         if keys.k is None or keys.v is None:
             return None
-        lie = (id(reads.view), type(keys), keys.k.shape, keys.k.stride(), keys.v.stride())
+        lie = (id(inputs.view), type(keys), keys.k.shape, keys.k.stride(), keys.v.stride())
         if lie not in calls:
-            calls[lie] = block.call(x, reads)
+            calls[lie] = block.call(x, inputs)
         if calls[lie] is None:
             return None
-        layers.append(block.layer(calls[lie], keys, reads.cross_keys))
+        layers.append(block.layer(calls[lie], keys, inputs.cross_keys))
     return run(x, calls[next(iter(calls))], array("Q", chain.from_iterable(layers)), last)
 
 

@@ -237,12 +237,12 @@ class StepStack(Direct, Stack):
 class StepBlock(Direct, Block):
     """A block that `suits_kernels`: they take one token with a fixed cache, and `Block` takes all else."""
 
-    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        suits = x.shape[1] == 1 and reads.view.bias is None and tap is SILENT
-        z = self.attended(x, reads.view, reads.keys) if suits else None
+        suits = x.shape[1] == 1 and inputs.view.bias is None and tap is SILENT
+        z = self.attended(x, inputs.view, inputs.keys) if suits else None
         if z is None:
-            return super().forward(x, reads, tap)
+            return super().forward(x, inputs, tap)
         attention, feedforward = self.attention, self.feedforward
         assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
         x = _linear(z, attention.out, add=x)
