@@ -238,7 +238,7 @@ def queries_for_keys(monkeypatch):
 @code
 def post_for_pre(monkeypatch):
     """The norm stands after the sum in place of before the sublayer."""
-    monkeypatch.setattr(stack.Residual, "read", lambda self, x, tap: x)
+    monkeypatch.setattr(stack.Residual, "norm_input", lambda self, x, tap: x)
     monkeypatch.setattr(stack.Residual, "add", lambda self, x, y, tap: self.before(x + y))
 
 

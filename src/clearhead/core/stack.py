@@ -49,8 +49,8 @@ class Residual(nn.Module):
         self.after = norms.make_norm(norm, D) if layout == "post" else None
         self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
 
-    def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
-        """Return the input of the sublayer: [B, T, D] -> [B, T, D]."""
+    def norm_input(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
+        """Return the input of the sublayer, with pre-norm normed: [B, T, D] -> [B, T, D]."""
         return tap.step("before", self.before(x)) if self.before is not None else x
 
     def add(self, x: Tensor, y: Tensor, tap: Tap = SILENT) -> Tensor:
@@ -99,21 +99,21 @@ class Block(nn.Module):
             return cast(Tensor, self.router(x, view, keys, partial(Block.forward, self), tap))
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         x = tap("resid_pre", x)
-        read = self.attention_residual.read(x, first)
-        attended = self.attention(read, view, None, keys, tap.part("attention"))
+        normed = self.attention_residual.norm_input(x, first)
+        attended = self.attention(normed, view, None, keys, tap.part("attention"))
         if self.parallel:  # the feed-forward reads the same stream, through the same norm or its own
             if self.feedforward_residual.before is not None:
-                read = self.feedforward_residual.read(x, second)
-            expanded = self.feedforward(read, tap.part("feedforward"))
+                normed = self.feedforward_residual.norm_input(x, second)
+            expanded = self.feedforward(normed, tap.part("feedforward"))
             x = self.attention_residual.add(x, attended, first)
             return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
         x = self.attention_residual.add(x, attended, first)
         if self.cross is not None and self.cross_residual is not None and cross_view is not None:
             residual, join = self.cross_residual, tap.part("cross_residual")
-            y = self.cross(residual.read(x, join), cross_view, memory, cross_keys, tap.part("cross"))
+            y = self.cross(residual.norm_input(x, join), cross_view, memory, cross_keys, tap.part("cross"))
             x = residual.add(x, y, join)
         x = tap("resid_mid", x)
-        expanded = self.feedforward(self.feedforward_residual.read(x, second), tap.part("feedforward"))
+        expanded = self.feedforward(self.feedforward_residual.norm_input(x, second), tap.part("feedforward"))
         return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
 
 

@@ -88,11 +88,11 @@ class LeavingBlock(nn.Module):
 
 def remember(block: Block, x: Tensor, view: masks.View, keys: LayerKeys) -> None:
     """Write what a layer keeps of tokens [B, T, D] that skip it."""
-    attention, read = block.attention, block.attention_residual.read(x)
+    attention, normed = block.attention, block.attention_residual.norm_input(x)
     if not isinstance(attention, Attention) or view.tokens is not None:  # it keeps a state
-        attention(read, view, None, keys)
+        attention(normed, view, None, keys)
         return
-    _, k, v = attention.project(read, read)
+    _, k, v = attention.project(normed, normed)
     k = attention.split("k", k, attention.n_kv_heads, attention.k_norm, SILENT)
     v = attention.split("v", v, attention.n_kv_heads, None, SILENT)
     keys.update(k if view.rotary is None else rotate(k, view.rotary, attention.layout), v)
