@@ -51,7 +51,7 @@ def test_it_takes_a_byte_for_each_number_and_two_for_each_scale():
         model(ids, cache=narrow), model(ids, cache=wide)
     numbers = 2 * 2 * 2 * 4 * 16  # layers, keys and values, rows, heads, tokens
     assert narrow.nbytes == numbers * (12 + 2)
-    assert sum(one.nbytes for keys in wide.layers.values() for one in keys.read()) == numbers * 12 * 4
+    assert sum(one.nbytes for keys in wide.layers.values() for one in keys.buffers()) == numbers * 12 * 4
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -166,7 +166,7 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         projected = cache is not None and cache.known  # the memory, by an earlier call
         if cache is not None and projected:
-            q, (k, v) = self.split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.read()
+            q, (k, v) = self.split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.buffers()
         else:
             q, k, v = self.project(x, x if memory is None else memory)
             q, k, v = tap.step("q", q), tap.step("k", k), tap.step("v", v)

@@ -49,7 +49,7 @@ class LayerKeys:
         self.v.narrow(2, start, stop - start).copy_(v.detach() if v.requires_grad else v)
         return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
 
-    def read(self) -> tuple[Tensor, Tensor]:
+    def buffers(self) -> tuple[Tensor, Tensor]:
         """Return the buffers of keys and of values."""
         if self.k is None or self.v is None:
             raise InputError("this layer of the cache is empty: run the model with the cache first")

@@ -50,7 +50,7 @@ class PastKeys(LayerKeys):
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return earlier and new keys and values: [B, K, P + T, E] each."""
-        before_k, before_v = self.read()
+        before_k, before_v = self.buffers()
         self.k, self.v = torch.cat([before_k, k], dim=2), torch.cat([before_v, v], dim=2)
         return self.k, self.v
 
@@ -176,7 +176,7 @@ def present(cache: Cache) -> dict[str, Tensor]:
     return {
         name: tensor
         for number, pair in enumerate(names)
-        for name, tensor in zip(pair, cache.layers[number].read())
+        for name, tensor in zip(pair, cache.layers[number].buffers())
     }
 
 
@@ -275,7 +275,7 @@ def expected(function: Function, tensors: dict[str, Tensor], sizes: InputSizes) 
         earlier = tensors[name].new_zeros(sizes.batch, P) + torch.arange(P) % model.config.vocab_size
         model(earlier, mask[:, :P], cache=cache)
         for (k, v), keys in zip(past_names("past_key_values", len(cache.layers)), cache.layers.values()):
-            tensors[k], tensors[v] = (part[:, :, :P].clone() for part in keys.read())
+            tensors[k], tensors[v] = (part[:, :, :P].clone() for part in keys.buffers())
     outputs = function.named(model(tensors[name], mask[:, P:], cache=cache), None)
     return outputs | {name: keys[:, :, : cache.length] for name, keys in present(cache).items()}
 

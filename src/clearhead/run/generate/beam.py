@@ -263,6 +263,6 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
         if type(keys) is not LayerKeys:
             keys.reorder(rows)
             continue
-        for buffer in keys.read():
+        for buffer in keys.buffers():
             new = buffer.narrow(2, since, cache.length - since)
             new.index_copy_(0, to, new.index_select(0, origins))

@@ -107,7 +107,7 @@ class FixedCache(Cache):
                 type(theirs) is not LayerKeys,
                 "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
             )
-            for buffer, given in zip(mine.read(), theirs.read()):
+            for buffer, given in zip(mine.buffers(), theirs.buffers()):
                 given = given[:, :, : cache.length]
                 buffer[rows, :, slots] = (
                     given if index is None else given.take_along_dim(index[:, None, :, None], 2)
@@ -122,7 +122,7 @@ class FixedCache(Cache):
         length = cache.source.length
         self.source.real[rows, :length] = cache.source.real_mask().expand(len(rows), -1)
         for layer, crossed in self.cross.items():
-            for buffer, given in zip(crossed.read(), cache.cross[layer].read()):
+            for buffer, given in zip(crossed.buffers(), cache.cross[layer].buffers()):
                 buffer[rows, :, :length] = given
 
     def begin(self, tokens: Tokens) -> None:

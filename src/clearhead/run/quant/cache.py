@@ -36,9 +36,9 @@ class Int8Keys(LayerKeys):
         self.dtype = k.dtype
         return self._wide(stop)
 
-    def read(self) -> tuple[Tensor, Tensor]:
+    def buffers(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all tokens, as attention reads them."""
-        super().read()  # refuses an empty layer
+        super().buffers()  # refuses an empty layer
         return self._wide(self.cache.length)
 
     def tensors(self) -> tuple[Tensor, ...]:
