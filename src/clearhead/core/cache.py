@@ -32,7 +32,7 @@ class LayerKeys:
     v: Tensor | None = None
     known = False  # whether attention reads these alone, and computes no keys
     steps_back = True  # whether the last tokens can be forgotten again
-    bounded = False  # whether it keeps no more for a longer sequence
+    fixed_size = False  # whether it keeps no more for a longer sequence
 
     def __init__(self, cache: "Cache", of_source: bool = False) -> None:
         self.cache, self.of_source = cache, of_source
@@ -150,7 +150,7 @@ class Cache:
         """Count the new tokens as read, after the last layer."""
         self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
         self.tokens = self._visible
-        if not self.tokens.plain and all(keys.bounded for keys in self.layers.values()):
+        if not self.tokens.plain and all(keys.fixed_size for keys in self.layers.values()):
             self.tokens = STATES["latest"](self.tokens, max((kind.slots for kind in self.rings), default=1))
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:

@@ -48,7 +48,7 @@ class StateKeys(LayerKeys):
     """
 
     steps_back = False
-    bounded = True
+    fixed_size = True
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class RingKeys(LayerKeys):
     In a stream, the sinks move: they are rotated anew for each query.
     """
 
-    bounded = True
+    fixed_size = True
     cache: WindowCache
     first: Tensor | None = None  # B K N+1 E: the sinks where they stood, and one slot for all else
 
