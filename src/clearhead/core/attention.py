@@ -164,8 +164,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D]."""
         B, T, _ = x.shape
-        projected = cache is not None and cache.known  # the memory, by an earlier call
-        if cache is not None and projected:
+        cached = cache is not None and cache.source_cached  # the keys and values of the memory are there
+        if cache is not None and cached:
             q, (k, v) = self.split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.buffers()
         else:
             q, k, v = self.project(x, x if memory is None else memory)
@@ -177,7 +177,7 @@ class Attention(nn.Module):
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
-        z = view.attended(self.attend, q, k, v, None if projected else cache, tap, x)  # B H T E
+        z = view.attended(self.attend, q, k, v, None if cached else cache, tap, x)  # B H T E
         if self.gate is not None:
             gate = tap.step("gate", self.gate(x)).view(B, T, self.n_heads, -1).transpose(1, 2)
             z = tap.step("mixed", z) * gate.sigmoid()

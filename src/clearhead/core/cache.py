@@ -25,12 +25,12 @@ from clearhead.errors import InputError, refuse
 class LayerKeys:
     """The keys and values of one attention, each [B, K, S, E], in buffers with room to spare.
 
-    Those of a source, which cross-attention reads, are computed by the first call and `known` to later ones.
+    Those of a source, which cross-attention reads, are computed by the first call and read by later ones.
     """
 
     k: Tensor | None = None  # None before the first call
     v: Tensor | None = None
-    known = False  # whether attention reads these alone, and computes no keys
+    source_cached = False  # whether those of a source are here already, so that attention computes none
     steps_back = True  # whether the last tokens can be forgotten again
     fixed_size = False  # whether it keeps no more for a longer sequence
 
@@ -40,7 +40,7 @@ class LayerKeys:
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep those of new tokens; return those of all the tokens that attention may see."""
         if self.of_source:
-            self.k, self.v, self.known = k, v, True
+            self.k, self.v, self.source_cached = k, v, True
             return k, v
         start, stop = self.cache.length, self.cache.length + k.shape[2]
         room = max(stop, self.cache.reserve)

@@ -186,10 +186,12 @@ class FixedKeys(LayerKeys):
     k: Tensor
     v: Tensor
 
-    def __init__(self, cache: Any, kind: Kind | None, buffers: Sequence[Tensor], known: bool = False) -> None:
-        """Keep keys of a layer of this kind; None: of a source, which is `known` once it was read."""
+    def __init__(
+        self, cache: Any, kind: Kind | None, buffers: Sequence[Tensor], source_cached: bool = False
+    ) -> None:
+        """Keep keys of a layer of this kind; None: of a source."""
         super().__init__(cache, of_source=kind is None)
-        self.kind, (self.k, self.v), self.known = kind, buffers, known
+        self.kind, (self.k, self.v), self.source_cached = kind, buffers, source_cached
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys; return the whole buffers, or of a source its own keys."""

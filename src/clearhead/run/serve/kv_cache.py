@@ -350,7 +350,7 @@ class PagedCache(Cache):
         """Prepare a step; `sources` are the lengths of the chunks' sources, once their keys are there."""
         super().__init__()
         self.pool, self.chunks, self.by_rows, self.given = pool, chunks, by_rows, given
-        self.source_known = bool(sources)
+        self.source_cached = bool(sources)
         self._written: dict[Group, Tensor] = {}
         self._rows: dict[Group, Rows] = {}
         if by_rows:
@@ -412,7 +412,7 @@ class PagedCache(Cache):
 
     def cross_layer(self, index: int) -> LayerKeys:
         """Return the keys of sources; those of a source that is being read are written into the pool."""
-        return FixedKeys(self, None, self.pool.cross[index], known=self.source_known)
+        return FixedKeys(self, None, self.pool.cross[index], source_cached=self.source_cached)
 
     def begin(self, tokens: Tokens) -> None:
         """Keep the new tokens: the chunks describe what is before them."""
