@@ -18,7 +18,7 @@ from torch import Tensor
 
 from clearhead.core.config.kinds import Kind
 from clearhead.core.config.registry import Registry
-from clearhead.core.masks import Tokens, join
+from clearhead.core.masks import TokenInfo, join
 from clearhead.errors import InputError, refuse
 
 
@@ -64,7 +64,7 @@ class LayerKeys:
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k[rows], self.v[rows]
 
-    def follow(self, tokens: Tokens | None) -> None:
+    def follow(self, tokens: TokenInfo | None) -> None:
         """Forget all but `tokens`, those that a cropped cache still has; slots past them are written anew."""
 
 
@@ -78,7 +78,7 @@ class Cache:
     """The growing form. `reserve` makes room for that many tokens at once; past it, room doubles."""
 
     sinks = 0  # how many of the first tokens move with the last ones
-    _visible: Tokens  # those of the cache and of the call in progress
+    _visible: TokenInfo  # those of the cache and of the call in progress
 
     def __init__(self, reserve: int = 0, keys: type[LayerKeys] = LayerKeys) -> None:
         """Make an empty cache; `keys` is how layers that keep keys store them."""
@@ -86,10 +86,10 @@ class Cache:
         refuse(wrong, f"reserve {reserve!r:.40} is no number of tokens: use Cache(), or Cache(512)")
         self.reserve, self.keys = reserve, keys
         self.length = 0  # slots filled, padding included
-        self.tokens: Tokens | None = None  # the tokens in them
+        self.tokens: TokenInfo | None = None  # the tokens in them
         self.packed = False  # whether the tokens belong to several documents
-        self.source: Tokens | None = None  # the tokens that cross-attention reads
-        self.rings: dict[Kind, Tokens] = {}  # the tokens in the ring of each kind, where layers have one
+        self.source: TokenInfo | None = None  # the tokens that cross-attention reads
+        self.rings: dict[Kind, TokenInfo] = {}  # the tokens in the ring of each kind, where layers have one
         self.layers: dict[int, LayerKeys] = {}
         self.cross: dict[int, LayerKeys] = {}
         self._count = torch.empty(0, dtype=torch.long)
@@ -123,12 +123,12 @@ class Cache:
         """Bytes of the self-attention buffers of all layers, with room to spare."""
         return sum(x.nbytes for keys in self.layers.values() for x in keys.tensors())
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens, before the first layer."""
         self.packed = self.packed or tokens.documents is not None
         self._visible = tokens if self.tokens is None else self._join(self.tokens, tokens)
 
-    def _join(self, before: Tokens, tokens: Tokens) -> Tokens:
+    def _join(self, before: TokenInfo, tokens: TokenInfo) -> TokenInfo:
         if not (before.plain and tokens.plain):
             return join(before, tokens)
         total, device = self.length + tokens.length, tokens.order.device
@@ -136,9 +136,9 @@ class Cache:
         if self._count.shape[0] < total or self._count.device != device:
             self._count = torch.arange(max(2 * total, self.reserve), device=device)
         count = self._count[None, :total]
-        return Tokens(count, count, None, None, plain=True)
+        return TokenInfo(count, count, None, None, plain=True)
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the tokens whose keys `LayerKeys.update` returns in a layer of this kind."""
         return self._visible
 

@@ -28,7 +28,7 @@ from clearhead.core.config.kinds import Kind
 from clearhead.core.config.registry import Registry
 from clearhead.core.embedding import Embedding
 from clearhead.core.feedforward import feedforward_class
-from clearhead.core.masks import PLANS, Tokens, View
+from clearhead.core.masks import PLANS, TokenInfo, View
 from clearhead.core.positions import POSITIONS
 from clearhead.core.taps import SILENT, Tap
 
@@ -135,14 +135,14 @@ class Memory:
     """The source that cross-attention reads; `hidden` is None once its keys are in the cache."""
 
     hidden: Tensor | None  # B S D
-    tokens: Tokens
+    tokens: TokenInfo
 
 
 class StackCall(NamedTuple):
     """One forward pass of a stack."""
 
     inputs: Inputs
-    tokens: Tokens  # that the inputs are
+    tokens: TokenInfo  # that the inputs are
     cache: Cache | None
     dtype: torch.dtype  # of hidden states
     tap: Tap = SILENT
@@ -173,7 +173,7 @@ class Stack(nn.Module):
     def forward(
         self,
         inputs: Inputs,
-        tokens: Tokens,
+        tokens: TokenInfo,
         memory: Memory | None = None,
         cache: Cache | None = None,
         tap: Tap = SILENT,
@@ -230,7 +230,7 @@ class Stack(nn.Module):
         keys = queries if cache is None else cache.visible(kind)
         relative = scheme.relative(queries.positions, keys.positions, at)
 
-        def bias_of(queries: Tokens, keys: Tokens, tap: Tap = SILENT) -> Tensor | None:
+        def bias_of(queries: TokenInfo, keys: TokenInfo, tap: Tap = SILENT) -> Tensor | None:
             total = scheme.bias(queries.positions, keys.positions, dtype, tap.part("positions"))
             return cast(Tensor | None, kind.with_counts(total, queries, keys, dtype, name, tap))
 
@@ -252,7 +252,7 @@ class Stack(nn.Module):
         view = dense() if plan is None else View(blocks=plan, dense=dense)
         return replace(view, rotary=rotary, relative=relative, tokens=queries)
 
-    def cross_view(self, tokens: Tokens, source: Tokens, batch: int) -> View:
+    def cross_view(self, tokens: TokenInfo, source: TokenInfo, batch: int) -> View:
         """Return what cross-attention may see: all real tokens of the source."""
         return View(mask=masks.compose(tokens, source)[0])
 

@@ -166,7 +166,7 @@ CHECKS: Registry[Any] = Registry(
 )
 
 
-def _tokens(spec: StackSpec, inputs: Inputs, cache: Cache | None, name: str) -> masks.Tokens:
+def _tokens(spec: StackSpec, inputs: Inputs, cache: Cache | None, name: str) -> masks.TokenInfo:
     """Return the tokens that a stack makes of its inputs, which an error calls `name`."""
     mask = inputs.mask
     if spec.input == "frames" and mask is not None:

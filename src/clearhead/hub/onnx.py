@@ -26,7 +26,7 @@ from torch.export import Dim, ExportedProgram
 from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.masks import Tokens, join
+from clearhead.core.masks import TokenInfo, join
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
@@ -71,7 +71,7 @@ class PastCache(Cache):
         """Return the self-attention keys of one layer."""
         return self.layers[index]
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens, before the first layer."""
         self._visible = join(self._past, tokens)
 
@@ -79,9 +79,9 @@ class PastCache(Cache):
         """Leave all as it is: this cache lasts one call."""
 
 
-def _tokens(real: Tensor) -> Tokens:
+def _tokens(real: Tensor) -> TokenInfo:
     order = (real.cumsum(1) - 1).clamp(min=0)
-    return Tokens(order, order, real, None, plain=False)
+    return TokenInfo(order, order, real, None, plain=False)
 
 
 # The function -----------------------------------------------------------------------------------------------

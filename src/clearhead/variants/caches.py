@@ -20,13 +20,13 @@ from torch import Tensor
 from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import TABLES, ModelConfig
 from clearhead.core.config.kinds import Full, Kind, Windowed
-from clearhead.core.masks import Tokens, join, next_order
+from clearhead.core.masks import TokenInfo, join, next_order
 from clearhead.core.positions import RopePositions, Rotary, rotate
 from clearhead.errors import InputError, refuse
 
 
 @dataclass(frozen=True)
-class Slots(Tokens):
+class Slots(TokenInfo):
     """The tokens in the slots of a buffer: padding and documents are always spelled out."""
 
     real: Tensor
@@ -73,7 +73,7 @@ class StateKeys(LayerKeys):
         """Return all that is kept."""
         return self.state
 
-    def follow(self, tokens: Tokens | None) -> None:
+    def follow(self, tokens: TokenInfo | None) -> None:
         """Begin anew where no token is left."""
         if tokens is None and self.begins:
             for buffer, value in zip(self.state, self.begins):
@@ -87,7 +87,7 @@ class StateKeys(LayerKeys):
             self.keep(*(part[rows] for part in self.state))
 
 
-def latest(tokens: Tokens, count: int) -> Tokens:
+def latest(tokens: TokenInfo, count: int) -> TokenInfo:
     """Return the last `count` slots, and before them the last real token of each row to count on from.
 
     As long as there are no more than twice as many, all are returned.
@@ -107,24 +107,24 @@ class WindowCache(Cache):
     not kept: padding, and tokens that leave the window within one call.
     """
 
-    _new: Tokens  # those of the call in progress
+    _new: TokenInfo  # those of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__(reserve)
         self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
-        self._before: dict[Kind, Tokens] = {}  # the ring before the call in progress
+        self._before: dict[Kind, TokenInfo] = {}  # the ring before the call in progress
 
     def policy(self, index: int, kind: Kind) -> LayerKeys:
         """Choose a ring for a layer with a window."""
         return super().policy(index, kind) if kind.reach is None else RingKeys(self, kind)
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens; each ring is written when the first layer with its window asks."""
         super().begin(tokens)
         self._new = tokens
         self.slots.clear()
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the ring with one new token in it, or the ring before the call and several new tokens."""
         if kind.reach is None:
             return super().visible(kind)
@@ -140,7 +140,7 @@ class WindowCache(Cache):
         )
         return bias
 
-    def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
+    def _write(self, kind: Kind, window: int, tokens: TokenInfo) -> None:
         """Write the new tokens into the ring of this kind."""
         order, real, sinks, trash = tokens.order, tokens.real_mask(), kind.kept_first, kind.slots - 1
         old = self.rings.get(kind) or empty_slots(order.shape[0], kind.slots, order.device)
@@ -295,7 +295,7 @@ class StreamCache(WindowCache):
         rotates = self.rope is not None and index not in self.spec.rope_skips
         return RingKeys(self, self.ring, self, kind if rotates else None)
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens."""
         refuse(
             tokens.documents is not None or tokens.positions is not tokens.order,
@@ -306,7 +306,7 @@ class StreamCache(WindowCache):
         self.rotations.clear()
         self._write(self.ring, self.ring.size, tokens)
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the ring with one new token in it; for several, all that they see, and until when."""
         if not sees_past(kind, self.window):
             return super().visible(kind)
@@ -325,7 +325,7 @@ class StreamCache(WindowCache):
             order = new.order.repeat_interleave(N, 1)  # B|1 T·N
             positions = order - self.window + 1 + torch.arange(N, device=order.device).repeat(new.length)
             real = new.real_mask().repeat_interleave(N, 1) & (order >= self.window)
-            seen = join(seen, Tokens(order, positions, real, None, plain=False))
+            seen = join(seen, TokenInfo(order, positions, real, None, plain=False))
         until = torch.where(seen.order < N, self.window, seen.order + self.ring.size)
         own = until.shape[1] - copies
         until[:, own:] = seen.order[:, own:] + 1

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clearhead.core.cache import Cache
 from clearhead.core.config import StackSpec
-from clearhead.core.masks import Tokens, of_real
+from clearhead.core.masks import TokenInfo, of_real
 from clearhead.core.stack import Inputs
 from clearhead.core.transformer import ARGUMENTS
 from clearhead.errors import InputError, nearest, refuse
@@ -154,7 +154,7 @@ def integer_mistakes(
         yield from _range(x, below, name, limit)
 
 
-def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str) -> None:
+def check_length(tokens: TokenInfo, cache: Cache | None, spec: StackSpec, name: str) -> None:
     """Check that positions fit the table, where the scheme has one, and that documents are runs."""
     if tokens.documents is not None:
         before = [cache.tokens] if cache is not None and cache.tokens is not None and cache.packed else []

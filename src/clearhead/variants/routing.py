@@ -36,7 +36,7 @@ from clearhead.core.config.fields import Fields, passing
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.dtypes import wide
 from clearhead.core.feedforward import FeedForward
-from clearhead.core.masks import Tokens
+from clearhead.core.masks import TokenInfo
 from clearhead.core.stack import LayerInputs, StackCall
 from clearhead.core.taps import SILENT, LiveTap, Tap
 from clearhead.errors import InputError, refuse
@@ -180,7 +180,7 @@ class PartView(masks.View):
     """What a layer with a router sees: all tokens, and what makes the view of those that go through."""
 
     routed = True
-    tokens: Tokens
+    tokens: TokenInfo
     kind: Kind
     call: StackCall
     views: Views
@@ -190,7 +190,7 @@ class PartView(masks.View):
         """Return the same without rotation."""
         return replace(self, rotated=False)
 
-    def of(self, tokens: Tokens, cache: Cache | None, tap: Tap) -> masks.View:
+    def of(self, tokens: TokenInfo, cache: Cache | None, tap: Tap) -> masks.View:
         """Return the view of those that go through."""
         view = self.views((self.kind,), self.call._replace(tokens=tokens, cache=cache, tap=tap))[self.kind]
         return view if self.rotated else view.unrotated()
@@ -220,7 +220,7 @@ class PartKeys(LayerKeys):
         """Replace row i by row `rows[i]`."""
         self.cache.reorder(rows)
 
-    def follow(self, tokens: Tokens | None) -> None:
+    def follow(self, tokens: TokenInfo | None) -> None:
         """Forget the tokens that are not among `tokens`, the first ones of each row."""
         mine = self.cache.tokens
         if mine is None:
@@ -319,7 +319,7 @@ class Router(nn.Module):
         """Whether tokens are chosen by their rank among all, and not each by its own score."""
         return self.training or not self.causal
 
-    def choose(self, scores: Tensor, tokens: Tokens) -> Tensor:
+    def choose(self, scores: Tensor, tokens: TokenInfo) -> Tensor:
         """Return which tokens go through: scores [B, T] -> [B, T]; padding never does."""
         real = tokens.real_mask().expand_as(scores)
         if not self.by_rank:

@@ -83,7 +83,7 @@ class Kind:
         raise TypeError(f"{self} takes no mask over keys")
 
     def describe(self, tokens: Any, causal: bool, ids: Any, global_mask: Any) -> Any:
-        """Return the `Tokens` with what else the rule needs: their number, or which of them are global."""
+        """Return the `TokenInfo` with what else the rule needs: their number, or which of them are global."""
         return tokens
 
     def with_counts(

@@ -13,7 +13,7 @@ from torch import Tensor
 from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.kinds import Kind
-from clearhead.core.masks import Tokens
+from clearhead.core.masks import TokenInfo
 from clearhead.core.positions import Rotary
 from clearhead.errors import InputError, refuse
 from clearhead.variants.caches import Slots, StateKeys, empty_slots
@@ -64,7 +64,7 @@ class FixedCache(Cache):
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
             count = torch.arange(source, device=device)[None]
-            self.source = Tokens(count, count, empty_slots(batch, source, device).real, None, plain=False)
+            self.source = TokenInfo(count, count, empty_slots(batch, source, device).real, None, plain=False)
 
     def adopt(self, cache: Cache) -> None:
         """Copy a growing cache into the first rows of this one; the other rows stay empty."""
@@ -125,7 +125,7 @@ class FixedCache(Cache):
             for buffer, given in zip(crossed.buffers(), cache.cross[layer].buffers()):
                 buffer[rows, :, :length] = given
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Write order, positions, padding and documents of the new tokens into the buffers."""
         self.packed = self.packed or tokens.documents is not None
         states = any(isinstance(keys, StateKeys) for keys in self.layers.values())
@@ -148,7 +148,7 @@ class FixedCache(Cache):
             "make a larger one",
         )
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return every slot; those not yet filled are not real."""
         return self.tokens
 

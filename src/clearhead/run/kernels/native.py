@@ -365,7 +365,7 @@ class NativeStack(Described, Stack):
     def forward(
         self,
         inputs: Inputs,
-        tokens: masks.Tokens,
+        tokens: masks.TokenInfo,
         memory: Memory | None = None,
         cache: Cache | None = None,
         tap: Tap = SILENT,
@@ -398,7 +398,7 @@ class NativeStack(Described, Stack):
         """Describe the norm after the last block, or that there is none."""
         return pointers.norm(self.norm)
 
-    def groups(self, inputs: Tensor, tokens: masks.Tokens) -> list[tuple[Tensor, int]]:
+    def groups(self, inputs: Tensor, tokens: masks.TokenInfo) -> list[tuple[Tensor, int]]:
         """Return rows of a source [B, T] by like length: their places and the longest's length.
 
         For rows that end in padding, of a stack whose states there nobody reads; none where it saves little.
@@ -415,7 +415,7 @@ class NativeStack(Described, Stack):
         found = [(rows, int(lengths[rows[-1]])) for rows in torch.split(lengths.argsort(), at_once)]
         return found if sum(len(rows) * most for rows, most in found) <= WORTH * inputs.numel() else []
 
-    def _by_groups(self, inputs: Tensor, tokens: masks.Tokens, groups: list[tuple[Tensor, int]]) -> Tensor:
+    def _by_groups(self, inputs: Tensor, tokens: masks.TokenInfo, groups: list[tuple[Tensor, int]]) -> Tensor:
         """Map rows of like length together: [B, T] -> [B, T, D], zeros where padding is left out."""
         hidden = torch.zeros(*inputs.shape, self.spec.d_model, dtype=self.dtype)
         for rows, most in groups:

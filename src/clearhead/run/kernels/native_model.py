@@ -34,7 +34,7 @@ class KeptStep(NamedTuple):
     layers: "array[int]"
     keys: list[Tensor]  # and values, of each layer, then of its source; not the cache, which forgets this one
     angles: Rotary | None  # of every slot: 1 1 S R
-    source: masks.Tokens | None
+    source: masks.TokenInfo | None
     source_view: masks.View | None
 
     def suits(self, cache: Cache, rows: int) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 from clearhead.core.cache import Cache, LayerKeys
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.masks import Tokens
+from clearhead.core.masks import TokenInfo
 from clearhead.run.kernels.fixed_cache import FixedKeys
 from clearhead.variants.caches import StateKeys
 
@@ -260,7 +260,7 @@ class Table:
         blocks = torch.tensor(ids, device=self.pool.device)[:, None] * size
         return (blocks + torch.arange(size, device=self.pool.device)).flatten()[within]
 
-    def visible(self, start: int, stop: int) -> tuple[Tokens, Slots]:
+    def visible(self, start: int, stop: int) -> tuple[TokenInfo, Slots]:
         """Return the tokens that queries from `start` to `stop` read, and where their keys are."""
         size, first = self.pool.size, self.start(start)
         sinks = min(math.ceil(self.first / size) * size, first)
@@ -269,7 +269,7 @@ class Table:
         if sinks:
             count = torch.cat([torch.arange(sinks, device=self.pool.device), count])
             slots = torch.cat([spelled(self.slots(0, sinks), self.pool), spelled(slots, self.pool)])
-        return Tokens(count[None], count[None], None, None, plain=not sinks or sinks == first), slots
+        return TokenInfo(count[None], count[None], None, None, plain=not sinks or sinks == first), slots
 
 
 def spelled(slots: Slots, pool: Pool) -> Tensor:
@@ -298,26 +298,26 @@ class Chunk(Generic[Of]):
     def __init__(self, seq: Of, start: int, stop: int) -> None:
         self.seq, self.start, self.stop = seq, start, stop
         self.span = slice(0, stop - start)  # where they stand in the row of the step
-        self._read: dict[Group, tuple[Tokens, Slots]] = {}
+        self._read: dict[Group, tuple[TokenInfo, Slots]] = {}
 
     def placed(self, at: int) -> int:
         """Place the tokens in the row of the step; return where the next ones begin."""
         self.span = slice(at, at + self.stop - self.start)
         return self.span.stop
 
-    def read(self, group: Group) -> tuple[Tokens, Slots]:
+    def read(self, group: Group) -> tuple[TokenInfo, Slots]:
         """Return the tokens that layers of a group read, and where their keys are."""
         if group not in self._read:
             self._read[group] = self.seq.tables[group].visible(self.start, self.stop)
         return self._read[group]
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the tokens whose keys layers of this kind read, as a cache of this chunk alone would."""
         return self.read(group_of(kind))[0]
 
 
 @dataclass(frozen=True)
-class SourceTokens(Tokens):
+class SourceTokens(TokenInfo):
     """The sources of a step's chunks: where the keys of each are, and how many tokens its chunk has."""
 
     slots: tuple[Slots, ...] = ()
@@ -327,7 +327,7 @@ class SourceTokens(Tokens):
 class Rows(NamedTuple):
     """What the rows of a step read in the blocks of a group."""
 
-    tokens: Tokens  # B S
+    tokens: TokenInfo  # B S
     table: Tensor  # B S/size: numbers of blocks
     new: Tensor  # B: slots of the new tokens
 
@@ -366,7 +366,7 @@ class PagedCache(Cache):
     def count_from(self, positions: Tensor) -> None:
         """Let the next call count its tokens from these positions [B, 1]."""
         before = positions - 1
-        self.tokens = Tokens(before, before, torch.ones_like(before, dtype=torch.bool), None, False)
+        self.tokens = TokenInfo(before, before, torch.ones_like(before, dtype=torch.bool), None, False)
 
     def new_slots(self, kind: Kind | None, count: int) -> Tensor:
         """Return the slots that the new tokens, or those of the one source of this step, are written to."""
@@ -389,11 +389,11 @@ class PagedCache(Cache):
             padded = torch.tensor([row + [(beyond, 0)] * (longest - len(row)) for row in rows])  # B S/size 2
             positions = (padded[:, :, :1] * size + torch.arange(size)).flatten(1)  # B S
             real = positions <= torch.tensor(last)[:, None]
-            tokens = Tokens(positions, positions, real, None, False)
+            tokens = TokenInfo(positions, positions, real, None, False)
             self._rows[group] = Rows(tokens, padded[:, :, 1].contiguous(), torch.tensor(new))
         return self._rows[group]
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the tokens in the blocks that rows read; in a captured step the new ones.
 
         There a kernel that knows their positions sees what is before them by itself.
@@ -414,7 +414,7 @@ class PagedCache(Cache):
         """Return the keys of sources; those of a source that is being read are written into the pool."""
         return FixedKeys(self, None, self.pool.cross[index], source_cached=self.source_cached)
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Keep the new tokens: the chunks describe what is before them."""
         self._visible = tokens
 

@@ -87,7 +87,7 @@ class RaggedStack(Direct, Stack):
     def views(self, kinds: tuple[Kind, ...], call: StackCall) -> dict[Kind, masks.View]:
         """Return the views of each chunk; of other passes, see `Stack`."""
         inputs, tokens, cache = call.inputs, call.tokens, call.cache
-        chunks: list[tuple[slice, masks.Tokens, Any]]
+        chunks: list[tuple[slice, masks.TokenInfo, Any]]
         if isinstance(cache, PagedCache):
             chunks = [(p.span, _counted(p.start, p.stop, tokens.order.device), p) for p in cache.chunks]
         elif cache is None and tokens.documents is not None and tokens.order.shape[0] == 1:
@@ -117,7 +117,7 @@ class RaggedStack(Direct, Stack):
 
         return {kind: ragged(kind) for kind in kinds}
 
-    def cross_view(self, tokens: masks.Tokens, source: masks.Tokens, batch: int) -> masks.View:
+    def cross_view(self, tokens: masks.TokenInfo, source: masks.TokenInfo, batch: int) -> masks.View:
         """Return what each chunk sees of its source: all."""
         if not isinstance(source, SourceTokens):
             return super().cross_view(tokens, source, batch)
@@ -128,9 +128,9 @@ class RaggedStack(Direct, Stack):
         return RaggedView(chunks=tuple(parts))
 
 
-def _counted(start: int, stop: int, device: torch.device) -> masks.Tokens:
+def _counted(start: int, stop: int, device: torch.device) -> masks.TokenInfo:
     count = torch.arange(start, stop, device=device)[None]
-    return masks.Tokens(count, count, None, None, plain=True)
+    return masks.TokenInfo(count, count, None, None, plain=True)
 
 
 def runs(documents: list[int]) -> list[slice]:
