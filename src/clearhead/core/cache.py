@@ -22,7 +22,7 @@ from clearhead.core.masks import TokenInfo, join
 from clearhead.errors import InputError, refuse
 
 
-class LayerKeys:
+class LayerKV:
     """The keys and values of one attention, each [B, K, S, E], in buffers with room to spare.
 
     Those of a source, which cross-attention reads, are computed by the first call and read by later ones.
@@ -70,7 +70,7 @@ class LayerKeys:
 
 # For layers that keep a state, or the latest keys, in place of all keys.
 STATES: Registry[Any] = Registry(
-    {"state": "clearhead.variants.caches:StateKeys", "latest": "clearhead.variants.caches:latest"}
+    {"state": "clearhead.variants.caches:LayerState", "latest": "clearhead.variants.caches:latest"}
 )
 
 
@@ -80,7 +80,7 @@ class Cache:
     sinks = 0  # how many of the first tokens move with the last ones
     _visible: TokenInfo  # those of the cache and of the call in progress
 
-    def __init__(self, reserve: int = 0, keys: type[LayerKeys] = LayerKeys) -> None:
+    def __init__(self, reserve: int = 0, keys: type[LayerKV] = LayerKV) -> None:
         """Make an empty cache; `keys` is how layers that keep keys store them."""
         wrong = not isinstance(reserve, int) or reserve < 0
         refuse(wrong, f"reserve {reserve!r:.40} is no number of tokens: use Cache(), or Cache(512)")
@@ -90,8 +90,8 @@ class Cache:
         self.packed = False  # whether the tokens belong to several documents
         self.source: TokenInfo | None = None  # the tokens that cross-attention reads
         self.rings: dict[Kind, TokenInfo] = {}  # the tokens in the ring of each kind, where layers have one
-        self.layers: dict[int, LayerKeys] = {}
-        self.cross: dict[int, LayerKeys] = {}
+        self.layers: dict[int, LayerKV] = {}
+        self.cross: dict[int, LayerKV] = {}
         self._count = torch.empty(0, dtype=torch.long)
 
     @property
@@ -104,19 +104,19 @@ class Cache:
         """Number of first slots that `tokens` no longer describes: windows and states do without them."""
         return 0 if self.tokens is None else max(0, self.length - self.tokens.length)
 
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
+    def layer(self, index: int, kind: Kind) -> LayerKV:
         """Return the self-attention keys of one layer."""
         if index not in self.layers:
             self.layers[index] = self.policy(index, kind)
         return self.layers[index]
 
-    def policy(self, index: int, kind: Kind) -> LayerKeys:
+    def policy(self, index: int, kind: Kind) -> LayerKV:
         """Choose how a layer of this kind keeps what it has read."""
-        return cast(LayerKeys, self.keys(self) if kind.masked else STATES["state"]())
+        return cast(LayerKV, self.keys(self) if kind.masked else STATES["state"]())
 
-    def cross_layer(self, index: int) -> LayerKeys:
+    def cross_layer(self, index: int) -> LayerKV:
         """Return the cross-attention keys of one layer."""
-        return self.cross.setdefault(index, LayerKeys(self, of_source=True))
+        return self.cross.setdefault(index, LayerKV(self, of_source=True))
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +139,7 @@ class Cache:
         return TokenInfo(count, count, None, None, plain=True)
 
     def visible(self, kind: Kind) -> TokenInfo:
-        """Return the tokens whose keys `LayerKeys.update` returns in a layer of this kind."""
+        """Return the tokens whose keys `LayerKV.update` returns in a layer of this kind."""
         return self._visible
 
     def aligned(self, bias: Tensor, kind: Kind) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks, norms
 from clearhead.core.attention import Attention, attention_class
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.config.registry import Registry
@@ -71,10 +71,10 @@ class LayerInputs(NamedTuple):
     """What a layer reads besides the residual stream."""
 
     view: View
-    keys: LayerKeys | None = None  # those of earlier tokens, where there is a cache
+    keys: LayerKV | None = None  # those of earlier tokens, where there is a cache
     memory: Tensor | None = None  # B S D, for cross-attention; None once its keys are cached
     cross_view: View | None = None
-    cross_keys: LayerKeys | None = None
+    cross_keys: LayerKV | None = None
 
 
 class Block(nn.Module):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.masks import TokenInfo, join
@@ -42,7 +42,7 @@ from clearhead.variants.routing import Experts
 # The cache --------------------------------------------------------------------------------------------------
 
 
-class PastKeys(LayerKeys):
+class PastKV(LayerKV):
     """Keys of one layer, to which new ones are appended without writing into them."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -65,9 +65,9 @@ class PastCache(Cache):
         self._past = _tokens(real)
         # The count of earlier tokens is their largest: an empty slot before them counts where there are none.
         self.tokens = _tokens(torch.cat([real.new_zeros(real.shape[0], 1), real], dim=1))
-        self.layers = {number: PastKeys(k, v) for number, (k, v) in enumerate(past)}
+        self.layers = {number: PastKV(k, v) for number, (k, v) in enumerate(past)}
 
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
+    def layer(self, index: int, kind: Kind) -> LayerKV:
         """Return the self-attention keys of one layer."""
         return self.layers[index]
 

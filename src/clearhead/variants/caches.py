@@ -1,6 +1,6 @@
 """Caches that forget: states in place of keys, `WindowCache`, and `StreamCache` for sequences without end.
 
-`StateKeys` are of constant size, for kinds of attention that keep a state of all earlier tokens.
+`LayerState` are of constant size, for kinds of attention that keep a state of all earlier tokens.
 
 A `WindowCache` keeps the keys of the window of each layer. A `StreamCache` keeps the first tokens of each
 row, the sinks, and its last ones, and attends to them as if they were a sequence of their own: positions are
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import TABLES, ModelConfig
 from clearhead.core.config.kinds import Full, Kind, Windowed
 from clearhead.core.masks import TokenInfo, join, next_order
@@ -40,7 +40,7 @@ def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:
     return Slots(zeros, zeros.clone(), torch.zeros_like(zeros, dtype=torch.bool), zeros.clone())
 
 
-class StateKeys(LayerKeys):
+class LayerState(LayerKV):
     """What a layer keeps in place of keys: tensors of constant size, each with a row per row of the batch.
 
     `buffers` never move: states are copied into them, and `begins` are the values that they have at first.
@@ -54,7 +54,7 @@ class StateKeys(LayerKeys):
         self,
         buffers: Sequence[Tensor] = (),
         begins: Sequence[float] = (),
-        chunks: Sequence["StateKeys"] = (),
+        chunks: Sequence["LayerState"] = (),
     ) -> None:
         self.state, self.begins, self.chunks = tuple(buffers), begins, chunks
         self.k = self.v = self.state[0] if buffers else None  # for the number of rows
@@ -114,9 +114,9 @@ class WindowCache(Cache):
         self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
         self._before: dict[Kind, TokenInfo] = {}  # the ring before the call in progress
 
-    def policy(self, index: int, kind: Kind) -> LayerKeys:
+    def policy(self, index: int, kind: Kind) -> LayerKV:
         """Choose a ring for a layer with a window."""
-        return super().policy(index, kind) if kind.reach is None else RingKeys(self, kind)
+        return super().policy(index, kind) if kind.reach is None else RingKV(self, kind)
 
     def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens; each ring is written when the first layer with its window asks."""
@@ -181,7 +181,7 @@ class WindowCache(Cache):
             self.rings[kind] = replace(ring, real=ring.real_mask() & (ring.order < count))
 
 
-class RingKeys(LayerKeys):
+class RingKV(LayerKV):
     """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept.
 
     In a stream, the sinks move: they are rotated anew for each query.
@@ -288,12 +288,12 @@ class StreamCache(WindowCache):
         """Whether the sinks may have to move for a query of the call in progress."""
         return self.sinks > 0 and self.length + self._new.length > self.window
 
-    def policy(self, index: int, kind: Kind) -> LayerKeys:
+    def policy(self, index: int, kind: Kind) -> LayerKV:
         """Choose a ring whose sinks move for a layer that sees past the window."""
         if not sees_past(kind, self.window):
             return super().policy(index, kind)
         rotates = self.rope is not None and index not in self.spec.rope_skips
-        return RingKeys(self, self.ring, self, kind if rotates else None)
+        return RingKV(self, self.ring, self, kind if rotates else None)
 
     def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens."""

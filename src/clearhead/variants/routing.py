@@ -30,7 +30,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core import masks
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import BIASES, StackSpec
 from clearhead.core.config.fields import Fields, passing
 from clearhead.core.config.kinds import FULL, Kind
@@ -204,7 +204,7 @@ class WithinRouter(LiveTap):
         return x if name in ("resid_pre", "resid_post") else super().__call__(name, x)
 
 
-class PartKeys(LayerKeys):
+class PartKV(LayerKV):
     """The keys of the tokens that went through a layer: a cache of its own, in which each row has others."""
 
     @property
@@ -247,7 +247,7 @@ class Router(nn.Module):
 
     def part(
         self, layer: int, kind: Kind, call: StackCall, views: Views
-    ) -> tuple[masks.View, LayerKeys | None]:
+    ) -> tuple[masks.View, LayerKV | None]:
         """Return what the layer sees, and the keys that it keeps."""
         refuse(
             call.inputs.bias is not None,
@@ -259,8 +259,8 @@ class Router(nn.Module):
         kept = cache.layers.get(layer)
         if kept is None:
             own = WindowCache() if isinstance(cache, WindowCache) else Cache()
-            kept = cache.layers[layer] = PartKeys(own)
-        if not isinstance(kept, PartKeys):
+            kept = cache.layers[layer] = PartKV(own)
+        if not isinstance(kept, PartKV):
             raise InputError(
                 f"a fixed cache has a slot for every token, and layer {layer} keeps some of them "
                 "(depth_capacity): use Cache()"
@@ -271,13 +271,13 @@ class Router(nn.Module):
         self,
         x: Tensor,
         view: PartView,
-        keys: LayerKeys | None,
+        keys: LayerKV | None,
         compute: Callable[..., Tensor],
         tap: Tap = SILENT,
     ) -> Tensor:
         """Send some tokens of x [B, T, D] through `compute`, the layer -> [B, T, D]."""
         (B, T, D), tokens, kind = x.shape, view.tokens, view.kind
-        cache, x = keys.cache if isinstance(keys, PartKeys) else None, tap("resid_pre", x)
+        cache, x = keys.cache if isinstance(keys, PartKV) else None, tap("resid_pre", x)
         scores = tap("router", wide(self.score(x))[..., 0])  # B T
         passed = tap("passed", self.choose(scores.detach(), tokens))  # B T
         self.routed = (scores, passed, tokens.real) if self.training else None

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.dtypes import precise, wide
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
@@ -260,7 +260,7 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
         return
     origins = rows[to]
     for keys in cache.layers.values():
-        if type(keys) is not LayerKeys:
+        if type(keys) is not LayerKV:
             keys.reorder(rows)
             continue
         for buffer in keys.buffers():

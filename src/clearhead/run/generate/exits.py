@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks
 from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.dtypes import wide
 from clearhead.core.positions import rotate
 from clearhead.core.stack import Block, LayerInputs
@@ -86,7 +86,7 @@ class LeavingBlock(nn.Module):
         return self.step.ask(torch.where(self.step.left[:, None, None], x, y) if self.step.some_left else y)
 
 
-def remember(block: Block, x: Tensor, view: masks.View, keys: LayerKeys) -> None:
+def remember(block: Block, x: Tensor, view: masks.View, keys: LayerKV) -> None:
     """Write what a layer keeps of tokens [B, T, D] that skip it."""
     attention, normed = block.attention, block.attention_residual.norm_input(x)
     if not isinstance(attention, Attention) or view.tokens is not None:  # it keeps a state

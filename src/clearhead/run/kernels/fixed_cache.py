@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.kinds import Kind
 from clearhead.core.masks import TokenInfo
 from clearhead.core.positions import Rotary
 from clearhead.errors import InputError, refuse
-from clearhead.variants.caches import Slots, StateKeys, empty_slots
+from clearhead.variants.caches import LayerState, Slots, empty_slots
 
 
 class FixedCache(Cache):
@@ -54,12 +54,12 @@ class FixedCache(Cache):
         for layer, kind in enumerate(spec.kinds):
             block = f"{spec.prefix}blocks.{layer}"
             if kind.masked:
-                self.layers[layer] = FixedKeys(self, kind, room(f"{block}.attention", capacity))
+                self.layers[layer] = FixedKV(self, kind, room(f"{block}.attention", capacity))
             else:
                 shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]
                 begins = kind.state_begins or (0.0,) * len(shapes)
                 states = [torch.full(*each, dtype=wide, device=device) for each in zip(shapes, begins)]
-                self.layers[layer] = StateKeys(states, begins)
+                self.layers[layer] = LayerState(states, begins)
             if source and spec.cross:
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
@@ -99,12 +99,12 @@ class FixedCache(Cache):
             )
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
-            if isinstance(mine, StateKeys) and isinstance(theirs, StateKeys):
+            if isinstance(mine, LayerState) and isinstance(theirs, LayerState):
                 for buffer, given in zip(mine.state, theirs.state):
                     buffer[rows] = given
                 continue
             refuse(
-                type(theirs) is not LayerKeys,
+                type(theirs) is not LayerKV,
                 "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
             )
             for buffer, given in zip(mine.buffers(), theirs.buffers()):
@@ -128,7 +128,7 @@ class FixedCache(Cache):
     def begin(self, tokens: TokenInfo) -> None:
         """Write order, positions, padding and documents of the new tokens into the buffers."""
         self.packed = self.packed or tokens.documents is not None
-        states = any(isinstance(keys, StateKeys) for keys in self.layers.values())
+        states = any(isinstance(keys, LayerState) for keys in self.layers.values())
         refuse(self.packed and states, "a fixed cache keeps no states of packed documents: use Cache()")
         if not torch.compiler.is_compiling():
             self.room_for(tokens.length)
@@ -179,7 +179,7 @@ class FixedCache(Cache):
         self.tokens = slots  # the buffers, not the copies that a growing cache makes
 
 
-class FixedKeys(LayerKeys):
+class FixedKV(LayerKV):
     """Keys in buffers that never move, written to the slots that the cache names for each call."""
 
     cache: Any  # a `FixedCache`, or one over a pool

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks
 from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.feedforward import ACTIVATIONS
 from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.core.stack import Block, Inputs, LayerInputs, Memory, Residual, Stack, StackCall
@@ -40,7 +40,7 @@ from clearhead.run.kernels.parts import (
 )
 from clearhead.run.kernels.training import OF_TRAINING
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, QuantizedWeight
-from clearhead.variants.caches import RingKeys
+from clearhead.variants.caches import RingKV
 
 MOST_ROWS = 64  # up to so many rows our matmul is quicker than the plain one, on any processor
 WIDE = 64  # where it is for any number of rows, it is so with layers of so many outputs
@@ -292,9 +292,9 @@ class NativeBlock(Described, Block):
         places = ctypes.addressof(self.fields()), ctypes.addressof(call)
         return (*places, keys.k.data_ptr(), keys.v.data_ptr(), *source)
 
-    def _own(self, view: masks.View, keys: LayerKeys | None, rows: int) -> tuple[Any, ...] | None:
+    def _own(self, view: masks.View, keys: LayerKV | None, rows: int) -> tuple[Any, ...] | None:
         """Describe the keys of the text, and the slots of the new ones; None where `step.c` does not suit."""
-        if keys is None or type(keys) not in (LayerKeys, RingKeys):
+        if keys is None or type(keys) not in (LayerKV, RingKV):
             return None  # caches that compute otherwise have keys of their own
         if keys.k is None or keys.v is None or view.causal:
             return None
@@ -304,7 +304,7 @@ class NativeBlock(Described, Block):
             or (view.bias is not None and self.attention.pruned)
         ):
             return None
-        if isinstance(keys, RingKeys):
+        if isinstance(keys, RingKV):
             if keys.stream is not None:
                 return None
             slots = keys.cache.slots[keys.kind]
@@ -314,7 +314,7 @@ class NativeBlock(Described, Block):
         seen = _seen(keys.k, keys.v, slot + 1, view, rows) if slot < keys.k.shape[2] else None
         return None if seen is None else (seen, slot, None, 0)
 
-    def _source(self, view: masks.View | None, keys: LayerKeys | None, rows: int) -> Any:
+    def _source(self, view: masks.View | None, keys: LayerKV | None, rows: int) -> Any:
         """Describe the keys of the source, or that there is none; None where `step.c` does not suit."""
         if self.cross is None:
             return VIEW(shared_by=1)

@@ -10,7 +10,7 @@ Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys, with_room
+from clearhead.core.cache import Cache, LayerKV, with_room
 from clearhead.core.config import ModelConfig
 from clearhead.errors import refuse
 from clearhead.run.quant.grid import bf16
@@ -18,7 +18,7 @@ from clearhead.run.quant.grid import bf16
 MOST = 127  # the largest code
 
 
-class Int8Keys(LayerKeys):
+class Int8KV(LayerKV):
     """Codes of keys and of values [B, K, S, E], and their scales in bfloat16 [B, K, S, 1]."""
 
     parts: tuple[Tensor, ...] = ()  # codes and scales of keys, codes and scales of values
@@ -67,7 +67,7 @@ def int8_cache(config: ModelConfig, reserve: int) -> Cache:
         'cache "int8" with layers that take some tokens alone (depth_capacity): their keys lie otherwise, '
         "so leave cache out",
     )
-    return Cache(reserve, Int8Keys)
+    return Cache(reserve, Int8KV)
 
 
 def _rounded(x: Tensor) -> tuple[Tensor, Tensor]:

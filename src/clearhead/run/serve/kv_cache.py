@@ -20,12 +20,12 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.masks import TokenInfo
-from clearhead.run.kernels.fixed_cache import FixedKeys
-from clearhead.variants.caches import StateKeys
+from clearhead.run.kernels.fixed_cache import FixedKV
+from clearhead.variants.caches import LayerState
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ def spelled(slots: Slots, pool: Pool) -> Tensor:
     return torch.arange(slots.start, slots.stop, device=pool.device)
 
 
-States = dict[int, StateKeys]  # by layer, of one request
+States = dict[int, LayerState]  # by layer, of one request
 
 
 class Owner(Protocol):
@@ -402,17 +402,17 @@ class PagedCache(Cache):
             return self._visible
         return self.rows_of(group_of(kind), [chunk.start for chunk in self.chunks]).tokens
 
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
+    def layer(self, index: int, kind: Kind) -> LayerKV:
         """Return the keys of one layer, or the state of each chunk."""
         if not kind.masked:
-            return StateKeys(
-                chunks=[chunk.seq.states.setdefault(index, StateKeys()) for chunk in self.chunks]
+            return LayerState(
+                chunks=[chunk.seq.states.setdefault(index, LayerState()) for chunk in self.chunks]
             )
-        return FixedKeys(self, kind, self.pool.layers[index])
+        return FixedKV(self, kind, self.pool.layers[index])
 
-    def cross_layer(self, index: int) -> LayerKeys:
+    def cross_layer(self, index: int) -> LayerKV:
         """Return the keys of sources; those of a source that is being read are written into the pool."""
-        return FixedKeys(self, None, self.pool.cross[index], source_cached=self.source_cached)
+        return FixedKV(self, None, self.pool.cross[index], source_cached=self.source_cached)
 
     def begin(self, tokens: TokenInfo) -> None:
         """Keep the new tokens: the chunks describe what is before them."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearhead.core import masks
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config.kinds import Kind
 from clearhead.core.feedforward import ACTIVATIONS
 from clearhead.core.positions import Rotary
@@ -37,7 +37,7 @@ from clearhead.run.serve.decode_runner import CpuRunner, CudaGraphRunner
 from clearhead.run.serve.kv_cache import Chunk, PagedCache, Pool, Slots, SourceTokens, group_of
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import Plan, ServedSequence
-from clearhead.variants.caches import StateKeys
+from clearhead.variants.caches import LayerState
 from clearhead.variants.gated_delta import DeltaLayer
 
 
@@ -66,7 +66,7 @@ class RaggedView(masks.View):
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, keys: Any, tap: Any, x: Tensor
     ) -> Tensor:
         """Attend with each chunk of queries [1, H, T, E] by itself; keys [1, K, T, E] are written first."""
-        if keys is not None and not isinstance(keys, StateKeys):
+        if keys is not None and not isinstance(keys, LayerState):
             k, v = keys.update(k, v)
         answers = [
             attend(
@@ -76,9 +76,9 @@ class RaggedView(masks.View):
         ]
         return torch.cat(answers, dim=2)
 
-    def states(self, keys: LayerKeys | None) -> Iterable[StateKeys | None]:
+    def states(self, keys: LayerKV | None) -> Iterable[LayerState | None]:
         """Return the state of each chunk, where a layer keeps states."""
-        return keys.chunks if isinstance(keys, StateKeys) else [None] * len(self.chunks)
+        return keys.chunks if isinstance(keys, LayerState) else [None] * len(self.chunks)
 
 
 class RaggedStack(Direct, Stack):
@@ -147,15 +147,15 @@ class RaggedDelta(Direct, DeltaLayer):
         x: Tensor,
         view: masks.View,
         memory: Tensor | None = None,
-        cache: LayerKeys | None = None,
+        layer_kv: LayerKV | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [1, T, D] -> [1, T, D]."""
         if not isinstance(view, RaggedView):
-            return super().forward(x, view, memory, cache, tap)
+            return super().forward(x, view, memory, layer_kv, tap)
         answers = [
             super(RaggedDelta, self).forward(x[:, chunk.span], chunk.view, memory, state, tap)
-            for chunk, state in zip(view.chunks, view.states(cache))
+            for chunk, state in zip(view.chunks, view.states(layer_kv))
         ]
         return torch.cat(answers, dim=1)
 
