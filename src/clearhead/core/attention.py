@@ -197,16 +197,16 @@ class Attention(nn.Module):
         if view.blocks is not None and kernel != "eager":
             return view.blocks.attend(
                 q, k, v, scale=self.scale,
-                softcap=self.softcap, sink=self.sinks(), dropout=dropout, heads=heads,
+                softcap=self.softcap, sink=self.sink_logits(), dropout=dropout, heads=heads,
             )  # fmt: skip
         view = view.spelled_out()
         return KERNELS[kernel](
             q, k, v, view.mask, of_heads(view.bias, heads), self.scale, causal=view.causal,
-            softcap=self.softcap, sink=self.sinks(), dropout=dropout, tap=tap,
+            softcap=self.softcap, sink=self.sink_logits(), dropout=dropout, tap=tap,
         )  # fmt: skip
 
-    def sinks(self) -> Tensor | None:
-        """Return the score of each head's sink [H], where there is one."""
+    def sink_logits(self) -> Tensor | None:
+        """Return the learned logit of each head [H] that takes weight from all keys, where there is one."""
         return self.sink
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:

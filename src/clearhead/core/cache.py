@@ -77,7 +77,7 @@ STATES: Registry[Any] = Registry(
 class Cache:
     """The growing form. `reserve` makes room for that many tokens at once; past it, room doubles."""
 
-    sinks = 0  # how many of the first tokens move with the last ones
+    n_sink_tokens = 0  # how many of the first tokens stay, and move with the last ones (StreamCache)
     _visible: TokenInfo  # those of the cache and of the call in progress
 
     def __init__(self, reserve: int = 0, keys: type[LayerKV] = LayerKV) -> None:

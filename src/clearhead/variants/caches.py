@@ -209,7 +209,7 @@ class RingKV(LayerKV):
         keys, values = (self.k, self.v) if T == 1 else (torch.cat([self.k, k], 2), torch.cat([self.v, v], 2))
         self.k.scatter_(2, slot.expand(-1, K, -1, E), k)
         self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
-        N = 0 if self.stream is None else self.stream.sinks
+        N = 0 if self.stream is None else self.stream.n_sink_tokens
         if self.rotated is not None and N:
             if self.first is None:
                 self.first = k.new_zeros(B, K, N + 1, E)
@@ -278,7 +278,7 @@ class StreamCache(WindowCache):
     def __init__(self, config: ModelConfig, window: int, sinks: int = 4) -> None:
         check_stream(config, window, sinks)
         super().__init__()
-        self.window, self.sinks, self.spec = window, sinks, config.stacks[-1]
+        self.window, self.n_sink_tokens, self.spec = window, sinks, config.stacks[-1]
         self.ring = Windowed(window - sinks, sinks)  # what each layer that streams holds
         self.rope = RopePositions(self.spec) if self.spec.positions == "rope" else None
         self.rotations: dict[Kind, Rotary] = {}  # what moves the sinks
@@ -286,7 +286,7 @@ class StreamCache(WindowCache):
     @property
     def moves(self) -> bool:
         """Whether the sinks may have to move for a query of the call in progress."""
-        return self.sinks > 0 and self.length + self._new.length > self.window
+        return self.n_sink_tokens > 0 and self.length + self._new.length > self.window
 
     def policy(self, index: int, kind: Kind) -> LayerKV:
         """Choose a ring whose sinks move for a layer that sees past the window."""
@@ -310,7 +310,7 @@ class StreamCache(WindowCache):
         """Return the ring with one new token in it; for several, all that they see, and until when."""
         if not sees_past(kind, self.window):
             return super().visible(kind)
-        ring, new, N = self.rings[self.ring], self._new, self.sinks
+        ring, new, N = self.rings[self.ring], self._new, self.n_sink_tokens
         shift = (new.order - self.window + 1).clamp(min=0)  # B|1 T: how far the sinks have moved
         if self.moves and self.rope is not None:
             cos, sin = self.rope.rotary(shift, kind.reach)

@@ -296,8 +296,8 @@ class SplitAttention(Attention):
             k, v = k[:, self.keys], v[:, self.keys]
         return super().attend(q, k, v, view, layer_kv, tap, x)
 
-    def sinks(self) -> Tensor | None:
-        """See `Attention.sinks`."""
+    def sink_logits(self) -> Tensor | None:
+        """See `Attention.sink_logits`."""
         return None if self.sink is None else self.sink[self.own]
 
 
