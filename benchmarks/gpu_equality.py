@@ -306,14 +306,14 @@ KINDS = ("window(256)", "blocks(64, 3, 64, 0, 3)", "dilated(64, 4)")
 HEADS, WIDTH = 8, 64
 
 
-def tokens_of(kind: Kind, length: int, device: str, padded: bool) -> masks.Tokens:
+def tokens_of(kind: Kind, length: int, device: str, padded: bool) -> masks.TokenInfo:
     """The tokens of a row; `padded`: its first quarter is padding."""
     mask = torch.arange(length, device=device)[None] >= length // 4 if padded else None
     tokens = masks.tokens_from(1, length, torch.device(device), mask)
     return kind.describe(tokens, True, tokens.order, None)
 
 
-def plan_of(kind: Kind, tokens: masks.Tokens, flexible: bool) -> BlockPlan | None:
+def plan_of(kind: Kind, tokens: masks.TokenInfo, flexible: bool) -> BlockPlan | None:
     return plan_blocks(tokens, tokens, kind, True, lambda queries, keys: None, flexible)
 
 

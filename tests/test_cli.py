@@ -19,7 +19,7 @@ from clearhead.app import cli, tour
 from clearhead.app.commands.common import command_of, show_result
 from clearhead.app.commands.parts import _grid_tables
 from clearhead.app.report import table
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.inside.pruning import HeadTable
 from clearhead.learn.recipe import Recipe, recipe_names
 from clearhead.learn.tasks.task import sampled
@@ -84,13 +84,13 @@ def test_check_passes_and_fails(clearhead, folder, monkeypatch):
     assert code == 0 and head.split() == ["check", "difference", "allowed", "verdict", "ms"]
     assert [line[:42].split("  ")[0] for line in lines[:-1]] == [row["name"] for row in body["checks"]]
     assert max(map(len, out.splitlines())) <= 80  # one line for each row
-    right = LayerKeys.update
+    right = LayerKV.update
 
     def backwards(self, k, v):  # a cache whose values come back in the wrong order
         k, v = right(self, k, v)
         return k, v.flip(2)
 
-    monkeypatch.setattr(LayerKeys, "update", backwards)
+    monkeypatch.setattr(LayerKV, "update", backwards)
     ran = clearhead("check", folder, "--json")
     failed = [row["name"] for row in ran.json["checks"] if not row["passed"]]
     assert ran.code == 1 and failed and all("cached" in name for name in failed)

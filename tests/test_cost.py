@@ -22,7 +22,7 @@ from clearhead import (
 from clearhead.core.config import StackSpec
 from clearhead.learn.training import optim
 from clearhead.run.kernels.training import join_projections
-from clearhead.variants.caches import StateKeys
+from clearhead.variants.caches import LayerState
 from clearhead.variants.costs import Cost, attention_matrix_bytes, cost
 from clearhead.variants.presets import PRESETS, preset
 
@@ -488,7 +488,7 @@ def test_caches_of_every_kind_hold_what_is_said(name) -> None:
     held = [
         part
         for keys in cache.layers.values()
-        for part in (keys.state if isinstance(keys, StateKeys) else (keys.k, keys.v))
+        for part in (keys.state if isinstance(keys, LayerState) else (keys.k, keys.v))
     ]
     expected = cost(config, 201, batch=BATCH).memory.window_cache
     if "full" in config.attention:  # a growing layer has room to spare

@@ -17,7 +17,7 @@ from clearhead.learn.losses import batch_loss
 from clearhead.learn.training.weights import add_lora
 from clearhead.run.kernels.lora import merged
 from clearhead.variants.costs import cost
-from clearhead.variants.routing import PartKeys, Router, router_loss
+from clearhead.variants.routing import PartKV, Router, router_loss
 from tests.harness import V, build, chunks, config, gradients, in_pieces, pad, some_ids, worst
 
 DEEP = {"n_layers": 4, "depth_capacity": 0.5}
@@ -105,7 +105,7 @@ def test_a_cache_holds_the_tokens_that_went_through():
             model(ids)
     for layer in (1, 3):
         kept = cache.layers[layer]
-        assert isinstance(kept, PartKeys)
+        assert isinstance(kept, PartKV)
         assert kept.cache.length == int(seen[f"blocks.{layer}.passed"].sum())
 
 

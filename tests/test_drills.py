@@ -117,7 +117,7 @@ for wrong in (lambda: m.generate([1, 2], top_a=2.0), lambda: m.generate([1, 2], 
 """,
     "attention-state": """
 import itertools, torch, clearhead as ch, clearhead.variants.summary
-from clearhead.core.masks import Tokens, View
+from clearhead.core.masks import TokenInfo, View
 from clearhead.core.taps import SILENT
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
@@ -130,7 +130,7 @@ with torch.no_grad():
     # The formula, for each query by itself.
     q, k, v = torch.randn(1, 4, 9, 4), torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4)
     order = torch.arange(9)[None]
-    view = View(tokens=Tokens(order, order, None, None, True))
+    view = View(tokens=TokenInfo(order, order, None, None, True))
     z = model.decoder.blocks[1].attention.attend(q, k, v, view, None, SILENT, q)
     for t in range(9):
         early = t - 2 if t > 2 else 0  # how many tokens are in the summary

@@ -135,8 +135,8 @@ def test_a_block_equals_the_layer_of_pytorch(family, place, activation, kernel):
                 causal = nn.Transformer.generate_square_subsequent_mask(6).to(dtype)
                 given = {"tgt_mask": causal, "memory_key_padding_mask": ~real[:, 1:]}
                 expected = theirs(x, memory, tgt_is_causal=True, **given)
-                reads = LayerInputs(View(causal=True), memory=memory, cross_view=cross)
-                assert worst(block(x, reads), expected) <= allowed
+                inputs = LayerInputs(View(causal=True), memory=memory, cross_view=cross)
+                assert worst(block(x, inputs), expected) <= allowed
 
 
 @pytest.mark.ledger("B7")

@@ -59,7 +59,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head attention: H small attentions side by side, each with its own projections.
 
-    Self-attention: keys and values come from x itself. Cross-attention: they come from `source`.
+    Self-attention: `memory` is x itself. Cross-attention: it is the output of the encoder.
     """
 
     def __init__(self, config: Config) -> None:
@@ -67,13 +67,13 @@ class Attention(nn.Module):
         D, self.n_heads = config.d_model, config.n_heads
         self.q, self.k, self.v, self.out = (nn.Linear(D, D) for _ in range(4))
 
-    def forward(self, x: Tensor, source: Tensor, mask: Tensor) -> Tensor:
-        """Map x [B, T, D], which looks at `source` [B, S, D], to [B, T, D]."""
+    def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """Map x [B, T, D], which attends to `memory` [B, S, D], to [B, T, D]."""
 
         def heads(y: Tensor) -> Tensor:
             return y.view(*y.shape[:2], self.n_heads, -1).transpose(1, 2)  # B T D -> B H T E
 
-        z = attend(heads(self.q(x)), heads(self.k(source)), heads(self.v(source)), mask)
+        z = attend(heads(self.q(x)), heads(self.k(memory)), heads(self.v(memory)), mask)
         return cast(Tensor, self.out(z.transpose(1, 2).flatten(2)))  # B H T E -> B T D
 
 
@@ -116,14 +116,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None, memory_mask: Tensor | None) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D]."""
-        y = self.read("attention", x)
+        y = self.norm_input("attention", x)
         x = self.add("attention", x, self.attention(y, y, mask))
         if self.cross is not None:
-            x = self.add("cross", x, self.cross(self.read("cross", x), memory, memory_mask))
-        return self.add("feedforward", x, self.feedforward(self.read("feedforward", x)))
+            x = self.add("cross", x, self.cross(self.norm_input("cross", x), memory, memory_mask))
+        return self.add("feedforward", x, self.feedforward(self.norm_input("feedforward", x)))
 
-    def read(self, sublayer: str, x: Tensor) -> Tensor:
-        """Return what a sublayer reads: the residual stream, with pre-norm normed first."""
+    def norm_input(self, sublayer: str, x: Tensor) -> Tensor:
+        """Return the input of a sublayer: the residual stream, with pre-norm normed first."""
         return cast(Tensor, self.norms[sublayer](x)) if self.norm_first else x
 
     def add(self, sublayer: str, x: Tensor, y: Tensor) -> Tensor:
@@ -197,9 +197,10 @@ class Transformer(nn.Module):
 
         Masks: True = real token, False = padding, which stands on the right.
         """
+        T = ids.shape[1]
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
         all_real = real[:, None, None, :]  # B 1 1 S: every token may see all real ones
-        causal = all_real & torch.ones(2 * ids.shape[1:], dtype=torch.bool, device=ids.device).tril()
+        causal = all_real & torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
         if self.decoder is None:
             return cast(Tensor, cast(Stack, self.encoder)(ids, all_real))
         if self.encoder is None:

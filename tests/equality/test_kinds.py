@@ -515,7 +515,7 @@ def test_it_attends_where_it_serves():
     def chosen(dtype: torch.dtype = torch.bfloat16, **changes) -> bool:
         training = changes.pop("training", False)
         spec = build(**{**config, **changes}).config.main
-        tokens = masks.Tokens(count, count, None, None, plain=True)
+        tokens = masks.TokenInfo(count, count, None, None, plain=True)
         return blocks.flex_serves(spec, spec.kinds[0], tokens, dtype, training)
 
     assert not chosen(), "a CPU has no backward pass of it"

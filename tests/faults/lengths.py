@@ -258,7 +258,7 @@ def cache_grows_by_half(monkeypatch):
 @code
 def ring_keeps_the_first(monkeypatch):
     """Of a piece longer than the window, the ring keeps the first tokens and not the last."""
-    right = caches.RingKeys.update
+    right = caches.RingKV.update
 
     def update(self, k, v):
         whole, window = right(self, k, v), self.kind.slots - 1
@@ -266,7 +266,7 @@ def ring_keeps_the_first(monkeypatch):
             self.k[:, :, :window], self.v[:, :, :window] = (x[:, :, :window] for x in (k, v))
         return whole
 
-    monkeypatch.setattr(caches.RingKeys, "update", update)
+    monkeypatch.setattr(caches.RingKV, "update", update)
 
 
 @code

@@ -110,20 +110,20 @@ def misses_itself_in_a_cache(monkeypatch):
 @code
 def cache_order(monkeypatch):
     """New keys stand before the old ones, new values after them."""
-    right = cache.LayerKeys.update
+    right = cache.LayerKV.update
 
     def update(self, k, v):
         new = k.shape[2]
         k, v = right(self, k, v)
         return k.roll(new, 2), v
 
-    monkeypatch.setattr(cache.LayerKeys, "update", update)
+    monkeypatch.setattr(cache.LayerKV, "update", update)
 
 
 @code
 def cache_rows(monkeypatch):
     """Beams change places; their keys do, their values do not."""
-    monkeypatch.setattr(cache.LayerKeys, "reorder", lambda self, rows: setattr(self, "k", self.k[rows]))
+    monkeypatch.setattr(cache.LayerKV, "reorder", lambda self, rows: setattr(self, "k", self.k[rows]))
 
 
 @code
@@ -238,7 +238,7 @@ def queries_for_keys(monkeypatch):
 @code
 def post_for_pre(monkeypatch):
     """The norm stands after the sum in place of before the sublayer."""
-    monkeypatch.setattr(stack.Residual, "read", lambda self, x, tap: x)
+    monkeypatch.setattr(stack.Residual, "norm_input", lambda self, x, tap: x)
     monkeypatch.setattr(stack.Residual, "add", lambda self, x, y, tap: self.before(x + y))
 
 
@@ -303,7 +303,7 @@ def mean_over_padding(monkeypatch):
 @code
 def ring_forgets(monkeypatch):
     """A windowed cache that loses the value in its first slot."""
-    right = caches.RingKeys.update
+    right = caches.RingKV.update
 
     def update(self, k, v):
         k, v = right(self, k, v)
@@ -311,7 +311,7 @@ def ring_forgets(monkeypatch):
         v[:, :, 0] = 0
         return k, v
 
-    monkeypatch.setattr(caches.RingKeys, "update", update)
+    monkeypatch.setattr(caches.RingKV, "update", update)
 
 
 @code

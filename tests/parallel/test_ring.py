@@ -94,7 +94,7 @@ def on_ring(count: int, work: Callable[[ThreadRing], Any]) -> list[Any]:
     return made
 
 
-def tokens_of(kind: str, length: int, causal: bool, uneven: bool) -> masks.Tokens:
+def tokens_of(kind: str, length: int, causal: bool, uneven: bool) -> masks.TokenInfo:
     """Describe three rows; `uneven`: padded on either side, with several documents."""
     mask = documents = None
     if uneven:
@@ -124,7 +124,7 @@ def test_a_ring_gives_dense_attention(count, kind, causal, monkeypatch):
         real = tokens.real_mask().expand(3, -1)[:, None, :, None]
         upstream = upstream * real  # nobody asks what padding says
 
-        def bias(table: Tensor, queries: masks.Tokens, keys: masks.Tokens) -> Tensor:
+        def bias(table: Tensor, queries: masks.TokenInfo, keys: masks.TokenInfo) -> Tensor:
             distance = (queries.positions[:, :, None] - keys.positions[:, None]).abs()
             return table[distance].permute(0, 3, 1, 2)
 
@@ -137,7 +137,7 @@ def test_a_ring_gives_dense_attention(count, kind, causal, monkeypatch):
         def work(
             ring: ThreadRing,
             given: list[Tensor] = given,
-            tokens: masks.Tokens = tokens,
+            tokens: masks.TokenInfo = tokens,
             layout: TokenShards = layout,
             upstream: Tensor = upstream,
             cap: float | None = cap,

@@ -5,7 +5,7 @@ import torch
 
 import clearhead as ch
 from clearhead.core.cache import Cache
-from clearhead.run.quant.cache import Int8Keys
+from clearhead.run.quant.cache import Int8KV
 from tests.quant.test_quant import CONFIGS, drawn
 
 NAMES = ("GPT-2", "Llama, grouped, untied")
@@ -32,7 +32,7 @@ def test_it_is_one_pass_whose_keys_and_values_were_rounded_whatever_comes_at_a_t
     with torch.no_grad(), ch.edit(model, changes):
         wanted = model(ids).logits
     for sizes in ([1] * 11, [7, 1, 3]):
-        cache = Cache(0, Int8Keys)
+        cache = Cache(0, Int8KV)
         with torch.no_grad():
             parts = [model(part, cache=cache).logits for part in ids.split(sizes, dim=1)]
         torch.testing.assert_close(torch.cat(parts, 1), wanted, rtol=1e-11, atol=1e-11)
@@ -46,12 +46,12 @@ def test_it_is_one_pass_whose_keys_and_values_were_rounded_whatever_comes_at_a_t
 
 def test_it_takes_a_byte_for_each_number_and_two_for_each_scale():
     model, ids = drawn(CONFIGS["GPT-2"]), torch.randint(61, (2, 16))
-    narrow, wide = Cache(16, Int8Keys), Cache(16)
+    narrow, wide = Cache(16, Int8KV), Cache(16)
     with torch.no_grad():
         model(ids, cache=narrow), model(ids, cache=wide)
     numbers = 2 * 2 * 2 * 4 * 16  # layers, keys and values, rows, heads, tokens
     assert narrow.nbytes == numbers * (12 + 2)
-    assert sum(one.nbytes for keys in wide.layers.values() for one in keys.read()) == numbers * 12 * 4
+    assert sum(one.nbytes for keys in wide.layers.values() for one in keys.buffers()) == numbers * 12 * 4
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,7 +60,7 @@ def test_generation_takes_it_and_a_row_of_a_batch_comes_out_as_alone(name):
     prompts = [[5, 3, 8, 1], [7, 2], [9, 9, 4]]
     together = m.generate(prompts, 8, cache="int8", logprobs=True)
     for prompt, made in zip(prompts, together):
-        ids, cache, scores = torch.tensor([prompt]), Cache(0, Int8Keys), []
+        ids, cache, scores = torch.tensor([prompt]), Cache(0, Int8KV), []
         with torch.no_grad():
             for _ in range(8):  # the model itself, token after token
                 logits = m.model(ids[:, cache.length :], cache=cache).logits[0, -1]

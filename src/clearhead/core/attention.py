@@ -21,7 +21,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core import masks, norms, positions
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.config.registry import Registry
@@ -159,14 +159,14 @@ class Attention(nn.Module):
         x: Tensor,
         view: masks.View,
         memory: Tensor | None = None,
-        cache: LayerKeys | None = None,
+        layer_kv: LayerKV | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D]."""
         B, T, _ = x.shape
-        projected = cache is not None and cache.known  # the memory, by an earlier call
-        if cache is not None and projected:
-            q, (k, v) = self.split("q", self.q(x), self.n_heads, self.q_norm, tap), cache.read()
+        cached = layer_kv is not None and layer_kv.source_cached  # those of the memory, by an earlier call
+        if layer_kv is not None and cached:
+            q, (k, v) = self.split("q", self.q(x), self.n_heads, self.q_norm, tap), layer_kv.buffers()
         else:
             q, k, v = self.project(x, x if memory is None else memory)
             q, k, v = tap.step("q", q), tap.step("k", k), tap.step("v", v)
@@ -177,7 +177,7 @@ class Attention(nn.Module):
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
-        z = view.attended(self.attend, q, k, v, None if projected else cache, tap, x)  # B H T E
+        z = view.attended(self.attend, q, k, v, None if cached else layer_kv, tap, x)  # B H T E
         if self.gate is not None:
             gate = tap.step("gate", self.gate(x)).view(B, T, self.n_heads, -1).transpose(1, 2)
             z = tap.step("mixed", z) * gate.sigmoid()
@@ -185,11 +185,11 @@ class Attention(nn.Module):
         return tap("out", self.out(tap.step("concat", z)))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
     ) -> Tensor:
         """Attend with queries [B, H, T, E], made of x [B, T, D], to keys and values [B, K, S, E]."""
-        if cache is not None:
-            k, v = cache.update(k, v)
+        if layer_kv is not None:
+            k, v = layer_kv.update(k, v)
         kernel, dropout = self.kernel, self.dropout if self.training else 0.0
         if tap.wants("scores", "pattern"):
             kernel = "eager"
@@ -197,28 +197,28 @@ class Attention(nn.Module):
         if view.blocks is not None and kernel != "eager":
             return view.blocks.attend(
                 q, k, v, scale=self.scale,
-                softcap=self.softcap, sink=self.sinks(), dropout=dropout, heads=heads,
+                softcap=self.softcap, sink=self.sink_logits(), dropout=dropout, heads=heads,
             )  # fmt: skip
         view = view.spelled_out()
         return KERNELS[kernel](
             q, k, v, view.mask, of_heads(view.bias, heads), self.scale, causal=view.causal,
-            softcap=self.softcap, sink=self.sinks(), dropout=dropout, tap=tap,
+            softcap=self.softcap, sink=self.sink_logits(), dropout=dropout, tap=tap,
         )  # fmt: skip
 
-    def sinks(self) -> Tensor | None:
-        """Return the score of each head's sink [H], where there is one."""
+    def sink_logits(self) -> Tensor | None:
+        """Return the learned logit of each head [H] that takes weight from all keys, where there is one."""
         return self.sink
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, T, D] to queries [B, T, H·E], `source` [B, S, D] to keys and values [B, S, K·E]."""
         return self.q(x), self.k(source), self.v(source)
 
-    def head_shares(self) -> dict[str, tuple[int, bool, int]]:
-        """Return how heads share out each weight: its axis, if by key/value heads, the width of a head."""
+    def head_axes(self) -> dict[str, tuple[int, bool, int]]:
+        """Return, for each weight: the axis split by heads, whether by key/value heads, rows per head."""
         E, Ev = self.d_head, self.d_value
         inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev), "gate": (0, False, Ev)}
-        shares = {f"{name}.{kind}": inputs[name] for name in inputs for kind in ("weight", "bias")}
-        return {**shares, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
+        axes = {f"{name}.{kind}": inputs[name] for name in inputs for kind in ("weight", "bias")}
+        return {**axes, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
 
     def split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """Split heads, and norm all of them or each: [B, T, heads·width] -> [B, heads, T, width]."""

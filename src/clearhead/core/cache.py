@@ -18,21 +18,21 @@ from torch import Tensor
 
 from clearhead.core.config.kinds import Kind
 from clearhead.core.config.registry import Registry
-from clearhead.core.masks import Tokens, join
+from clearhead.core.masks import TokenInfo, join
 from clearhead.errors import InputError, refuse
 
 
-class LayerKeys:
+class LayerKV:
     """The keys and values of one attention, each [B, K, S, E], in buffers with room to spare.
 
-    Those of a source, which cross-attention reads, are computed by the first call and `known` to later ones.
+    Those of a source, which cross-attention reads, are computed by the first call and read by later ones.
     """
 
     k: Tensor | None = None  # None before the first call
     v: Tensor | None = None
-    known = False  # whether attention reads these alone, and computes no keys
+    source_cached = False  # whether those of a source are here already, so that attention computes none
     steps_back = True  # whether the last tokens can be forgotten again
-    bounded = False  # whether it keeps no more for a longer sequence
+    fixed_size = False  # whether it keeps no more for a longer sequence
 
     def __init__(self, cache: "Cache", of_source: bool = False) -> None:
         self.cache, self.of_source = cache, of_source
@@ -40,7 +40,7 @@ class LayerKeys:
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep those of new tokens; return those of all the tokens that attention may see."""
         if self.of_source:
-            self.k, self.v, self.known = k, v, True
+            self.k, self.v, self.source_cached = k, v, True
             return k, v
         start, stop = self.cache.length, self.cache.length + k.shape[2]
         room = max(stop, self.cache.reserve)
@@ -49,7 +49,7 @@ class LayerKeys:
         self.v.narrow(2, start, stop - start).copy_(v.detach() if v.requires_grad else v)
         return self.k.narrow(2, 0, stop), self.v.narrow(2, 0, stop)
 
-    def read(self) -> tuple[Tensor, Tensor]:
+    def buffers(self) -> tuple[Tensor, Tensor]:
         """Return the buffers of keys and of values."""
         if self.k is None or self.v is None:
             raise InputError("this layer of the cache is empty: run the model with the cache first")
@@ -64,34 +64,34 @@ class LayerKeys:
         if self.k is not None and self.v is not None:
             self.k, self.v = self.k[rows], self.v[rows]
 
-    def follow(self, tokens: Tokens | None) -> None:
+    def follow(self, tokens: TokenInfo | None) -> None:
         """Forget all but `tokens`, those that a cropped cache still has; slots past them are written anew."""
 
 
 # For layers that keep a state, or the latest keys, in place of all keys.
 STATES: Registry[Any] = Registry(
-    {"state": "clearhead.variants.caches:StateKeys", "latest": "clearhead.variants.caches:latest"}
+    {"state": "clearhead.variants.caches:LayerState", "latest": "clearhead.variants.caches:latest"}
 )
 
 
 class Cache:
     """The growing form. `reserve` makes room for that many tokens at once; past it, room doubles."""
 
-    sinks = 0  # how many of the first tokens move with the last ones
-    _visible: Tokens  # those of the cache and of the call in progress
+    n_sink_tokens = 0  # how many of the first tokens stay, and move with the last ones (StreamCache)
+    _visible: TokenInfo  # those of the cache and of the call in progress
 
-    def __init__(self, reserve: int = 0, keys: type[LayerKeys] = LayerKeys) -> None:
+    def __init__(self, reserve: int = 0, keys: type[LayerKV] = LayerKV) -> None:
         """Make an empty cache; `keys` is how layers that keep keys store them."""
         wrong = not isinstance(reserve, int) or reserve < 0
         refuse(wrong, f"reserve {reserve!r:.40} is no number of tokens: use Cache(), or Cache(512)")
         self.reserve, self.keys = reserve, keys
         self.length = 0  # slots filled, padding included
-        self.tokens: Tokens | None = None  # the tokens in them
+        self.tokens: TokenInfo | None = None  # the tokens in them
         self.packed = False  # whether the tokens belong to several documents
-        self.source: Tokens | None = None  # the tokens that cross-attention reads
-        self.rings: dict[Kind, Tokens] = {}  # the tokens in the ring of each kind, where layers have one
-        self.layers: dict[int, LayerKeys] = {}
-        self.cross: dict[int, LayerKeys] = {}
+        self.source: TokenInfo | None = None  # the tokens that cross-attention reads
+        self.rings: dict[Kind, TokenInfo] = {}  # the tokens in the ring of each kind, where layers have one
+        self.layers: dict[int, LayerKV] = {}
+        self.cross: dict[int, LayerKV] = {}
         self._count = torch.empty(0, dtype=torch.long)
 
     @property
@@ -104,31 +104,31 @@ class Cache:
         """Number of first slots that `tokens` no longer describes: windows and states do without them."""
         return 0 if self.tokens is None else max(0, self.length - self.tokens.length)
 
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
+    def layer(self, index: int, kind: Kind) -> LayerKV:
         """Return the self-attention keys of one layer."""
         if index not in self.layers:
             self.layers[index] = self.policy(index, kind)
         return self.layers[index]
 
-    def policy(self, index: int, kind: Kind) -> LayerKeys:
+    def policy(self, index: int, kind: Kind) -> LayerKV:
         """Choose how a layer of this kind keeps what it has read."""
-        return cast(LayerKeys, self.keys(self) if kind.chooses else STATES["state"]())
+        return cast(LayerKV, self.keys(self) if kind.masked else STATES["state"]())
 
-    def cross_layer(self, index: int) -> LayerKeys:
+    def cross_layer(self, index: int) -> LayerKV:
         """Return the cross-attention keys of one layer."""
-        return self.cross.setdefault(index, LayerKeys(self, of_source=True))
+        return self.cross.setdefault(index, LayerKV(self, of_source=True))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the self-attention buffers of all layers, with room to spare."""
         return sum(x.nbytes for keys in self.layers.values() for x in keys.tensors())
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens, before the first layer."""
         self.packed = self.packed or tokens.documents is not None
         self._visible = tokens if self.tokens is None else self._join(self.tokens, tokens)
 
-    def _join(self, before: Tokens, tokens: Tokens) -> Tokens:
+    def _join(self, before: TokenInfo, tokens: TokenInfo) -> TokenInfo:
         if not (before.plain and tokens.plain):
             return join(before, tokens)
         total, device = self.length + tokens.length, tokens.order.device
@@ -136,10 +136,10 @@ class Cache:
         if self._count.shape[0] < total or self._count.device != device:
             self._count = torch.arange(max(2 * total, self.reserve), device=device)
         count = self._count[None, :total]
-        return Tokens(count, count, None, None, plain=True)
+        return TokenInfo(count, count, None, None, plain=True)
 
-    def visible(self, kind: Kind) -> Tokens:
-        """Return the tokens whose keys `LayerKeys.update` returns in a layer of this kind."""
+    def visible(self, kind: Kind) -> TokenInfo:
+        """Return the tokens whose keys `LayerKV.update` returns in a layer of this kind."""
         return self._visible
 
     def aligned(self, bias: Tensor, kind: Kind) -> Tensor:
@@ -150,7 +150,7 @@ class Cache:
         """Count the new tokens as read, after the last layer."""
         self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
         self.tokens = self._visible
-        if not self.tokens.plain and all(keys.bounded for keys in self.layers.values()):
+        if not self.tokens.plain and all(keys.fixed_size for keys in self.layers.values()):
             self.tokens = STATES["latest"](self.tokens, max((kind.slots for kind in self.rings), default=1))
 
     def reorder(self, rows: Tensor, cross: bool = True) -> None:

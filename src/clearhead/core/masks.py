@@ -1,8 +1,8 @@
 """Masks: who may attend to whom, composed once per forward pass from a few predicates. True = may attend.
 
-`Tokens` holds what the predicates need to know of each slot of a row. Causality goes by `order`, the number
-of real tokens before a slot, and windows go by `positions`. So padding on either side, gaps, packed
-documents and caches of any form need no rules of their own.
+`TokenInfo` holds what the predicates need to know of each slot of a row: not the token itself. Causality goes
+by `order`, a slot's index among real tokens, and windows go by `positions`. So padding on either side, gaps,
+packed documents and caches of any form need no rules of their own.
 
 Shapes: B batch (1 where all rows are alike), T query length, S key length.
 """
@@ -22,8 +22,8 @@ from clearhead.errors import refuse
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A row of tokens as masks and positions see it.
+class TokenInfo:
+    """What masks and positions know of each slot of a row: nothing of which tokens stand there.
 
     For a row of three tokens after one of padding:
 
@@ -32,7 +32,7 @@ class Tokens:
         positions   0      0     1     2         where a call does not give others
     """
 
-    order: Tensor  # B|1 T: how many real tokens stand before this one
+    order: Tensor  # B|1 T: index among real tokens; padding repeats that of the last real one, or 0
     positions: Tensor  # B|1 T
     real: Tensor | None  # B|1 T: False for padding; None: all real
     documents: Tensor | None  # B|1 T: tokens of different documents do not see each other; None: one document
@@ -78,13 +78,13 @@ def tokens_from(
     mask: Tensor | None = None,
     positions: Tensor | None = None,
     documents: Tensor | None = None,
-    before: Tokens | None = None,
-) -> Tokens:
+    before: TokenInfo | None = None,
+) -> TokenInfo:
     """Describe the tokens of one forward pass; `before` are the tokens that the cache already holds."""
     if mask is None and positions is None and documents is None and (before is None or before.plain):
         start = before.length if before is not None else 0
         count = torch.arange(start, start + length, device=device)[None]
-        return Tokens(count, count, None, None, plain=True)
+        return TokenInfo(count, count, None, None, plain=True)
 
     real = torch.ones(batch, length, dtype=torch.bool, device=device) if mask is None else mask
     order = (next_order(before, batch, device) + real.cumsum(1) - 1).clamp(min=0)
@@ -95,7 +95,7 @@ def tokens_from(
         earlier = (before.document_ids(), before.positions, before.real_mask()) if before and packed else None
         positions = positions_in_documents(documents, real, earlier)
     positions = order if positions is None else positions
-    return Tokens(order, positions.long(), real, documents, plain=False)
+    return TokenInfo(order, positions.long(), real, documents, plain=False)
 
 
 def of_real(ids: Tensor, real: Tensor) -> Tensor:
@@ -124,21 +124,21 @@ def positions_in_documents(
     return positions + torch.where(starts.long().cumsum(1) == 1, carried, 0)  # in the first run
 
 
-def next_order(before: Tokens | None, batch: int, device: torch.device) -> Tensor:
+def next_order(before: TokenInfo | None, batch: int, device: torch.device) -> Tensor:
     """Count the real tokens that each row already has: [B, 1]."""
     if before is None or before.real is None or not before.length:
         return torch.full((batch, 1), 0 if before is None else before.length, dtype=torch.long, device=device)
     return (torch.where(before.real, before.order, -1).amax(1, keepdim=True) + 1).expand(batch, 1)
 
 
-def join(a: Tokens, b: Tokens) -> Tokens:
+def join(a: TokenInfo, b: TokenInfo) -> TokenInfo:
     """Return the tokens of `a` followed by those of `b`."""
     batch = max(a.order.shape[0], b.order.shape[0])
 
     def cat(x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([x.expand(batch, -1), y.expand(batch, -1)], dim=1)
 
-    return Tokens(
+    return TokenInfo(
         cat(a.order, b.order),
         cat(a.positions, b.positions),
         None if a.real is b.real is None else cat(a.real_mask(), b.real_mask()),
@@ -148,7 +148,7 @@ def join(a: Tokens, b: Tokens) -> Tokens:
 
 
 class Plan(Protocol):
-    """A way to attend without a mask over all pairs, for long rows of kinds that choose few keys."""
+    """A way to attend without a mask over all pairs, for long rows of kinds that see few keys."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **formula: Any) -> Tensor:
         """Map q [B,H,T,E], k [B,K,S,E], v [B,K,S,Ev] -> [B,H,T,Ev]."""
@@ -162,13 +162,13 @@ PLANS: Registry[Callable[..., Any]] = Registry({"blocks": "clearhead.variants.bl
 class View:
     """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
 
-    partial: ClassVar[bool] = False  # whether only some tokens go through the layer, by a router
+    routed: ClassVar[bool] = False  # whether a router sends only some tokens through the layer
     mask: Tensor | None = None  # B|1 1 T S, True = may attend; None: no mask, or a plain causal one
     causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
     relative: Relative | None = None
-    tokens: Tokens | None = None  # the queries, for kinds of attention that ask for more than a mask
+    tokens: TokenInfo | None = None  # the queries, for kinds of attention that ask for more than a mask
     blocks: Plan | None = None  # stands for mask and bias, which `dense` spells out
     dense: Callable[[], "View"] | None = None
 
@@ -178,7 +178,7 @@ class View:
         """Attend by `Attention.attend`; where a row has several sequences, each does so by itself."""
         return attend(q, k, v, self, keys, tap, x)
 
-    def described(self) -> Tokens:
+    def described(self) -> TokenInfo:
         """Return the tokens, which the stack gives to every kind that asks for them."""
         assert self.tokens is not None
         return self.tokens
@@ -193,8 +193,8 @@ class View:
 
 
 def compose(
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenInfo,
+    keys: TokenInfo,
     *,
     causal: bool = False,
     kind: Kind = FULL,
@@ -221,8 +221,8 @@ def compose(
 
 
 def rules(
-    queries: Tokens,
-    keys: Tokens,
+    queries: TokenInfo,
+    keys: TokenInfo,
     causal: bool,
     rule: Rule | None,
     of_query: Callable[[Tensor], Tensor],
@@ -252,7 +252,7 @@ def rules(
     return allowed
 
 
-def spelled_out(mask: Tensor | None, causal: bool, queries: Tokens, keys: Tokens) -> Tensor:
+def spelled_out(mask: Tensor | None, causal: bool, queries: TokenInfo, keys: TokenInfo) -> Tensor:
     """Return the answer of `compose` as a mask [B|1, 1, T, S], also where it is plain."""
     if mask is not None:
         return mask

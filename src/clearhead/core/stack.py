@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from clearhead.core import masks, norms
 from clearhead.core.attention import Attention, attention_class
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.config.registry import Registry
 from clearhead.core.embedding import Embedding
 from clearhead.core.feedforward import feedforward_class
-from clearhead.core.masks import PLANS, Tokens, View
+from clearhead.core.masks import PLANS, TokenInfo, View
 from clearhead.core.positions import POSITIONS
 from clearhead.core.taps import SILENT, Tap
 
@@ -49,8 +49,8 @@ class Residual(nn.Module):
         self.after = norms.make_norm(norm, D) if layout == "post" else None
         self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
 
-    def read(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
-        """Return the input of the sublayer: [B, T, D] -> [B, T, D]."""
+    def norm_input(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
+        """Return the input of the sublayer, with pre-norm normed: [B, T, D] -> [B, T, D]."""
         return tap.step("before", self.before(x)) if self.before is not None else x
 
     def add(self, x: Tensor, y: Tensor, tap: Tap = SILENT) -> Tensor:
@@ -71,10 +71,10 @@ class LayerInputs(NamedTuple):
     """What a layer reads besides the residual stream."""
 
     view: View
-    keys: LayerKeys | None = None  # those of earlier tokens, where there is a cache
+    keys: LayerKV | None = None  # those of earlier tokens, where there is a cache
     memory: Tensor | None = None  # B S D, for cross-attention; None once its keys are cached
     cross_view: View | None = None
-    cross_keys: LayerKeys | None = None
+    cross_keys: LayerKV | None = None
 
 
 class Block(nn.Module):
@@ -92,28 +92,28 @@ class Block(nn.Module):
         self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
         self.router = ROUTERS["depth"](spec, layer) if spec.capacities[layer] < 1 else None
 
-    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
-        view, keys, memory, cross_view, cross_keys = reads
-        if self.router is not None and view.partial:  # mixture of depths: some tokens skip the layer
+        view, keys, memory, cross_view, cross_keys = inputs
+        if self.router is not None and view.routed:  # mixture of depths: some tokens skip the layer
             return cast(Tensor, self.router(x, view, keys, partial(Block.forward, self), tap))
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         x = tap("resid_pre", x)
-        read = self.attention_residual.read(x, first)
-        attended = self.attention(read, view, None, keys, tap.part("attention"))
+        normed = self.attention_residual.norm_input(x, first)
+        attended = self.attention(normed, view, None, keys, tap.part("attention"))
         if self.parallel:  # the feed-forward reads the same stream, through the same norm or its own
             if self.feedforward_residual.before is not None:
-                read = self.feedforward_residual.read(x, second)
-            expanded = self.feedforward(read, tap.part("feedforward"))
+                normed = self.feedforward_residual.norm_input(x, second)
+            expanded = self.feedforward(normed, tap.part("feedforward"))
             x = self.attention_residual.add(x, attended, first)
             return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
         x = self.attention_residual.add(x, attended, first)
         if self.cross is not None and self.cross_residual is not None and cross_view is not None:
             residual, join = self.cross_residual, tap.part("cross_residual")
-            y = self.cross(residual.read(x, join), cross_view, memory, cross_keys, tap.part("cross"))
+            y = self.cross(residual.norm_input(x, join), cross_view, memory, cross_keys, tap.part("cross"))
             x = residual.add(x, y, join)
         x = tap("resid_mid", x)
-        expanded = self.feedforward(self.feedforward_residual.read(x, second), tap.part("feedforward"))
+        expanded = self.feedforward(self.feedforward_residual.norm_input(x, second), tap.part("feedforward"))
         return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
 
 
@@ -135,14 +135,14 @@ class Memory:
     """The source that cross-attention reads; `hidden` is None once its keys are in the cache."""
 
     hidden: Tensor | None  # B S D
-    tokens: Tokens
+    tokens: TokenInfo
 
 
 class StackCall(NamedTuple):
     """One forward pass of a stack."""
 
     inputs: Inputs
-    tokens: Tokens  # that the inputs are
+    tokens: TokenInfo  # that the inputs are
     cache: Cache | None
     dtype: torch.dtype  # of hidden states
     tap: Tap = SILENT
@@ -162,7 +162,7 @@ class Stack(nn.Module):
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
-        # For long rows of kinds that choose few keys; looked up once, as passes may be compiled.
+        # For long rows of kinds that see few keys; looked up once, as passes may be compiled.
         self.plan = PLANS["blocks"] if any(kind.block_size is not None for kind in spec.kinds) else None
 
     def layers(self) -> list[Block]:
@@ -173,7 +173,7 @@ class Stack(nn.Module):
     def forward(
         self,
         inputs: Inputs,
-        tokens: Tokens,
+        tokens: TokenInfo,
         memory: Memory | None = None,
         cache: Cache | None = None,
         tap: Tap = SILENT,
@@ -188,20 +188,20 @@ class Stack(nn.Module):
         if cache is not None:
             cache.begin(tokens)
         blocks, call = self.layers(), StackCall(inputs, tokens, cache, x.dtype, tap)
-        for layer, (block, reads) in enumerate(zip(blocks, self.reads(blocks, call, memory))):
-            x = block(x, reads, tap.part(f"blocks.{layer}"))
+        for layer, (block, layer_inputs) in enumerate(zip(blocks, self.layer_inputs(blocks, call, memory))):
+            x = block(x, layer_inputs, tap.part(f"blocks.{layer}"))
         if cache is not None:
             cache.advance()
         return tap("hidden", tap.step("norm", self.norm(x)) if self.norm is not None else x)
 
-    def reads(self, blocks: list[Block], call: StackCall, memory: Memory | None) -> list[LayerInputs]:
+    def layer_inputs(self, blocks: list[Block], call: StackCall, memory: Memory | None) -> list[LayerInputs]:
         """Return what the block of each layer reads besides the residual stream."""
         views, cache = self.views(self.spec.whole_kinds, call), call.cache
         hidden = cross_view = None
         if memory is not None:
             hidden = memory.hidden
             cross_view = self.cross_view(call.tokens, memory.tokens, call.inputs.ids.shape[0])
-        reads = []
+        layers = []
         for layer, (block, kind) in enumerate(zip(blocks, self.spec.kinds)):
             if block.router is not None:
                 view, keys = block.router.part(layer, kind, call, self.views)
@@ -210,8 +210,8 @@ class Stack(nn.Module):
             if layer in self.spec.rope_skips:
                 view = view.unrotated()
             source = cache.cross_layer(layer) if cache is not None and memory is not None else None
-            reads.append(LayerInputs(view, keys, hidden, cross_view, source))
-        return reads
+            layers.append(LayerInputs(view, keys, hidden, cross_view, source))
+        return layers
 
     def views(self, kinds: tuple[Kind, ...], call: StackCall) -> dict[Kind, View]:
         """Return what the layers of each of these kinds of attention may see."""
@@ -224,13 +224,13 @@ class Stack(nn.Module):
         inputs, tokens, cache, dtype, tap = call
         scheme, at, causal = self.positions, tap.part("positions"), self.spec.causal
         rotary = scheme.rotary(tokens.positions, kind.reach, at)
-        if not kind.chooses:
+        if not kind.masked:
             return View(rotary=rotary, tokens=tokens)
         queries = kind.describe(tokens, causal, inputs.ids, inputs.global_mask)
         keys = queries if cache is None else cache.visible(kind)
         relative = scheme.relative(queries.positions, keys.positions, at)
 
-        def bias_of(queries: Tokens, keys: Tokens, tap: Tap = SILENT) -> Tensor | None:
+        def bias_of(queries: TokenInfo, keys: TokenInfo, tap: Tap = SILENT) -> Tensor | None:
             total = scheme.bias(queries.positions, keys.positions, dtype, tap.part("positions"))
             return cast(Tensor | None, kind.with_counts(total, queries, keys, dtype, name, tap))
 
@@ -252,7 +252,7 @@ class Stack(nn.Module):
         view = dense() if plan is None else View(blocks=plan, dense=dense)
         return replace(view, rotary=rotary, relative=relative, tokens=queries)
 
-    def cross_view(self, tokens: Tokens, source: Tokens, batch: int) -> View:
+    def cross_view(self, tokens: TokenInfo, source: TokenInfo, batch: int) -> View:
         """Return what cross-attention may see: all real tokens of the source."""
         return View(mask=masks.compose(tokens, source)[0])
 

@@ -116,8 +116,10 @@ class Transformer(nn.Module):
                 f'logits "{logits}" is not known: choose all, last or none',
             )
         if self.encoder is not None and self.decoder is not None:
-            read = None if source is None else Inputs(source, source_mask, documents=source_documents)
-            memory = self._encode(self.encoder, read, cache, ids.shape[0], tap)
+            encoder_inputs = (
+                None if source is None else Inputs(source, source_mask, documents=source_documents)
+            )
+            memory = self._encode(self.encoder, encoder_inputs, cache, ids.shape[0], tap)
         else:
             refuse(source is not None, "source is for a model with an encoder and a decoder: give ids alone")
         tokens = _tokens(spec, inputs, cache, "ids")
@@ -164,7 +166,7 @@ CHECKS: Registry[Any] = Registry(
 )
 
 
-def _tokens(spec: StackSpec, inputs: Inputs, cache: Cache | None, name: str) -> masks.Tokens:
+def _tokens(spec: StackSpec, inputs: Inputs, cache: Cache | None, name: str) -> masks.TokenInfo:
     """Return the tokens that a stack makes of its inputs, which an error calls `name`."""
     mask = inputs.mask
     if spec.input == "frames" and mask is not None:

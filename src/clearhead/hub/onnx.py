@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.masks import Tokens, join
+from clearhead.core.masks import TokenInfo, join
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, first_line, refuse
@@ -42,7 +42,7 @@ from clearhead.variants.routing import Experts
 # The cache --------------------------------------------------------------------------------------------------
 
 
-class PastKeys(LayerKeys):
+class PastKV(LayerKV):
     """Keys of one layer, to which new ones are appended without writing into them."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
@@ -50,7 +50,7 @@ class PastKeys(LayerKeys):
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return earlier and new keys and values: [B, K, P + T, E] each."""
-        before_k, before_v = self.read()
+        before_k, before_v = self.buffers()
         self.k, self.v = torch.cat([before_k, k], dim=2), torch.cat([before_v, v], dim=2)
         return self.k, self.v
 
@@ -65,13 +65,13 @@ class PastCache(Cache):
         self._past = _tokens(real)
         # The count of earlier tokens is their largest: an empty slot before them counts where there are none.
         self.tokens = _tokens(torch.cat([real.new_zeros(real.shape[0], 1), real], dim=1))
-        self.layers = {number: PastKeys(k, v) for number, (k, v) in enumerate(past)}
+        self.layers = {number: PastKV(k, v) for number, (k, v) in enumerate(past)}
 
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
+    def layer(self, index: int, kind: Kind) -> LayerKV:
         """Return the self-attention keys of one layer."""
         return self.layers[index]
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens, before the first layer."""
         self._visible = join(self._past, tokens)
 
@@ -79,9 +79,9 @@ class PastCache(Cache):
         """Leave all as it is: this cache lasts one call."""
 
 
-def _tokens(real: Tensor) -> Tokens:
+def _tokens(real: Tensor) -> TokenInfo:
     order = (real.cumsum(1) - 1).clamp(min=0)
-    return Tokens(order, order, real, None, plain=False)
+    return TokenInfo(order, order, real, None, plain=False)
 
 
 # The function -----------------------------------------------------------------------------------------------
@@ -141,14 +141,14 @@ class Function(nn.Module):
         super().__init__()
         self.model, self.sentences, self.cache = model, sentences, cache
         self.ports = ports_of(model.config, cache)
-        self.chooses = any(kind != FULL and kind.chooses for kind in model.main.spec.kinds)
+        self.masked = any(kind != FULL and kind.masked for kind in model.main.spec.kinds)
 
     def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the model; masks are whole numbers, 1 for a token and 0 for padding."""
         stacks, own = self.model.config.stacks, "decoder_" if len(self.model.config.stacks) == 2 else ""
         mask = tensors[own + MASK].bool() if own + MASK in tensors else None
         # With a bias of nothing masks are spelled out: plans by blocks depend on the length.
-        plain = self.chooses and torch.compiler.is_compiling()
+        plain = self.masked and torch.compiler.is_compiling()
         call = {"types": tensors.get(own + TYPES), "bias": torch.zeros(1, 1, 1, 1) if plain else None}
         if own:
             call["source"], call["source_mask"] = tensors[INPUTS[stacks[0].input]], tensors[MASK].bool()
@@ -176,7 +176,7 @@ def present(cache: Cache) -> dict[str, Tensor]:
     return {
         name: tensor
         for number, pair in enumerate(names)
-        for name, tensor in zip(pair, cache.layers[number].read())
+        for name, tensor in zip(pair, cache.layers[number].buffers())
     }
 
 
@@ -275,7 +275,7 @@ def expected(function: Function, tensors: dict[str, Tensor], sizes: InputSizes) 
         earlier = tensors[name].new_zeros(sizes.batch, P) + torch.arange(P) % model.config.vocab_size
         model(earlier, mask[:, :P], cache=cache)
         for (k, v), keys in zip(past_names("past_key_values", len(cache.layers)), cache.layers.values()):
-            tensors[k], tensors[v] = (part[:, :, :P].clone() for part in keys.read())
+            tensors[k], tensors[v] = (part[:, :, :P].clone() for part in keys.buffers())
     outputs = function.named(model(tensors[name], mask[:, P:], cache=cache), None)
     return outputs | {name: keys[:, :, : cache.length] for name, keys in present(cache).items()}
 
@@ -369,7 +369,7 @@ def _check(model: Transformer, cache: bool) -> None:
     """Refuse by name what a graph cannot be."""
     way_out = "run it with clearhead"
     for spec in model.config.stacks:
-        formula = next((kind for kind in spec.kinds if not kind.chooses and kind.name != "low-rank"), None)
+        formula = next((kind for kind in spec.kinds if not kind.masked and kind.name != "low-rank"), None)
         refuse(formula, f"attention {formula} goes by chunks, and a graph of any length cannot: {way_out}")
         chosen = next((kind for kind in spec.kinds if kind != FULL and spec is not model.main.spec), None)
         refuse(chosen, f"attention {chosen} in an encoder before a decoder has no graph: {way_out}")
@@ -381,7 +381,7 @@ def _check(model: Transformer, cache: bool) -> None:
         f"{model.config.input}: leave it out",
     )
     refuse(
-        cache and any(not kind.chooses for kind in model.main.spec.kinds),
+        cache and any(not kind.masked for kind in model.main.spec.kinds),
         "a layer of this model keeps no keys: leave the cache out",
     )
     weight = next(model.parameters())

@@ -75,7 +75,7 @@ def samples(prepared: inputs.Prepared) -> Iterator[AttentionSample]:
         allowed = torch.ones(len(queries), len(keys), dtype=torch.bool)
         if name.kind != "cross":
             spec = names.spec_of(prepared.m.config, name.kind)
-            kind = kinds[name] if kinds[name].chooses else FULL
+            kind = kinds[name] if kinds[name].masked else FULL
             own = tokens_from(1, len(keys), allowed.device)
             tokens = kind.describe(own, spec.causal, prepared.main, None)
             mask, causal = compose(tokens, tokens, causal=spec.causal, kind=kind)

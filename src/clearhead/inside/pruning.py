@@ -303,7 +303,7 @@ def _weights(whole: Transformer, smaller: Transformer) -> dict[str, Tensor]:
         if isinstance(part, Attention) and isinstance(own, Attention):
             kept = [own.heads.index(head) for head in part.heads]
             groups = sorted({place * own.n_kv_heads // own.n_heads for place in kept})
-            for weight, (axis, grouped, width) in own.head_shares().items():
+            for weight, (axis, grouped, width) in own.head_axes().items():
                 tensor = weights.get(f"{name}.{weight}")
                 if tensor is not None:
                     indices = torch.arange(tensor.shape[axis], device=tensor.device).view(-1, width)

@@ -33,11 +33,11 @@ APART = 1 << 32  # between the positions of two documents
 FLEX_BLOCK = 128  # tokens of a block of `flex_attention`, which the kernel's own tiles divide
 FLEX_WIDTHS = range(16, 129)  # of heads, that its kernel has room for
 
-Bias = Callable[[masks.Tokens, masks.Tokens], Tensor | None]  # queries, keys -> [B, 1|H, T, S]
+Bias = Callable[[masks.TokenInfo, masks.TokenInfo], Tensor | None]  # queries, keys -> [B, 1|H, T, S]
 
 
 def plan_for(
-    stack: Stack, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, dtype: torch.dtype, bias: Bias
+    stack: Stack, queries: masks.TokenInfo, keys: masks.TokenInfo, kind: Kind, dtype: torch.dtype, bias: Bias
 ) -> BlockPlan | None:
     """Return the plan of one pass through layers of a stack; None where a dense mask is as good."""
     size = kind.block_size
@@ -50,7 +50,7 @@ def plan_for(
 
 
 def flex_serves(
-    spec: StackSpec, kind: Kind, tokens: masks.Tokens, dtype: torch.dtype, training: bool
+    spec: StackSpec, kind: Kind, tokens: masks.TokenInfo, dtype: torch.dtype, training: bool
 ) -> bool:
     """Return whether `flex_attention` can attend: to scores without additions, on a CPU without gradients."""
     return (
@@ -68,7 +68,12 @@ def flex_serves(
 
 
 def flex_mask(
-    met: Tensor, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, lengths: tuple[int, int]
+    met: Tensor,
+    queries: masks.TokenInfo,
+    keys: masks.TokenInfo,
+    kind: Kind,
+    causal: bool,
+    lengths: tuple[int, int],
 ) -> "BlockMask":
     """Return the mask of `flex_attention`: `met` [B|1, N, M] says which blocks meet, predicates say the rest.
 
@@ -90,7 +95,12 @@ def flex_mask(
 
 
 def plan_blocks(
-    queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias, flexible: bool = False
+    queries: masks.TokenInfo,
+    keys: masks.TokenInfo,
+    kind: Kind,
+    causal: bool,
+    bias: Bias,
+    flexible: bool = False,
 ) -> BlockPlan | None:
     """Return the plan of one pass over these tokens; None where a dense mask is as good.
 
@@ -109,7 +119,13 @@ def plan_blocks(
 
 
 def _planned(
-    size: int, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias, flexible: bool
+    size: int,
+    queries: masks.TokenInfo,
+    keys: masks.TokenInfo,
+    kind: Kind,
+    causal: bool,
+    bias: Bias,
+    flexible: bool,
 ) -> BlockPlan | None:
     alike = (queries.order, keys.order, *(() if queries.globals is None else (queries.globals,)))
     rows = max(x.shape[0] for x in alike)
@@ -169,17 +185,17 @@ def _column(kind: Kind, length: int) -> int:
     return (length + kind.step - 1) // kind.step if isinstance(kind, Strided) else 0
 
 
-def _padded(tokens: masks.Tokens, size: int, rows: int) -> masks.Tokens:
+def _padded(tokens: masks.TokenInfo, size: int, rows: int) -> masks.TokenInfo:
     """Return the tokens of whole blocks, with padding and documents spelled out for each row."""
     missing = -tokens.length % size
     order, positions, real, documents = (nnf.pad(x.expand(rows, -1), (0, missing)) for x in tokens.tensors())
     totals = None if tokens.totals is None else nnf.pad(tokens.totals.expand(rows, -1), (0, missing))
     packed = None if tokens.documents is None else documents
     marked = None if tokens.globals is None else nnf.pad(tokens.globals.expand(rows, -1), (0, missing))
-    return masks.Tokens(order, positions, real, packed, plain=False, totals=totals, globals=marked)
+    return masks.TokenInfo(order, positions, real, packed, plain=False, totals=totals, globals=marked)
 
 
-def meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
+def meeting(queries: masks.TokenInfo, keys: masks.TokenInfo, kind: Kind, causal: bool, size: int) -> Tensor:
     """Return which blocks of keys a block of queries may see in any row: [blocks, blocks of keys]."""
     rows = max(queries.order.shape[0], keys.order.shape[0])
     padded_q, padded_k = (_padded(tokens, size, rows) for tokens in (queries, keys))
@@ -190,14 +206,14 @@ def meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool,
     return met.any(0)
 
 
-def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, size: int) -> Tensor:
+def _meeting(queries: masks.TokenInfo, keys: masks.TokenInfo, kind: Kind, causal: bool, size: int) -> Tensor:
     """Return which blocks of keys may hold one that a block of queries sees: [B, N, blocks of keys].
 
     It goes by the least and the largest position of each block, so it may name a block too many. Positions of
     different documents are far apart.
     """
 
-    def both(values: Callable[[masks.Tokens], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def both(values: Callable[[masks.TokenInfo], Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return least and largest values of queries, [B, N, 1], and of keys, [B, 1, blocks of keys]."""
         low, high = _ends(values(queries), queries, size)
         least, most = _ends(values(keys), keys, size)
@@ -226,7 +242,7 @@ def _meeting(queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool
     return met
 
 
-def _ends(x: Tensor, tokens: masks.Tokens, size: int) -> tuple[Tensor, Tensor]:
+def _ends(x: Tensor, tokens: masks.TokenInfo, size: int) -> tuple[Tensor, Tensor]:
     """Return the least and the largest value of real tokens in each block: [B, N] each."""
     assert tokens.real is not None
     low = torch.where(tokens.real, x, NEVER).view(x.shape[0], -1, size).amin(-1)
@@ -235,7 +251,7 @@ def _ends(x: Tensor, tokens: masks.Tokens, size: int) -> tuple[Tensor, Tensor]:
 
 
 def _meeting_blocks(
-    queries: masks.Tokens, keys: masks.Tokens, kind: Blocks, causal: bool, size: int
+    queries: masks.TokenInfo, keys: masks.TokenInfo, kind: Blocks, causal: bool, size: int
 ) -> Tensor:
     """Return the same for blocks of positions: [B, N, blocks of keys]."""
     B, half = queries.order.shape[0], kind.window // 2
@@ -267,7 +283,7 @@ def _meeting_blocks(
     return met
 
 
-def _seeing_all(queries: masks.Tokens, kind: Kind) -> Tensor | None:
+def _seeing_all(queries: masks.TokenInfo, kind: Kind) -> Tensor | None:
     """Return which queries are global: [B|1, T]; None: none of them."""
     if not isinstance(kind, Blocks):
         return queries.globals
@@ -279,7 +295,7 @@ def _seeing_all(queries: masks.Tokens, kind: Kind) -> Tensor | None:
 
 
 def _with_globals(
-    plan: BlockPlan, queries: masks.Tokens, keys: masks.Tokens, kind: Kind, causal: bool, bias: Bias
+    plan: BlockPlan, queries: masks.TokenInfo, keys: masks.TokenInfo, kind: Kind, causal: bool, bias: Bias
 ) -> BlockPlan:
     """Add the queries that see everything to a plan."""
     seeing_all = _seeing_all(queries, kind)
@@ -296,7 +312,7 @@ def _with_globals(
 
 
 def plan_columns(
-    queries: masks.Tokens, keys: masks.Tokens, kind: Strided, causal: bool, bias: Bias
+    queries: masks.TokenInfo, keys: masks.TokenInfo, kind: Strided, causal: bool, bias: Bias
 ) -> Columns:
     """Return the columns of tokens whose padding is spelled out in each row."""
     of_queries, of_keys = (_columns(tokens, kind.step) for tokens in (queries, keys))
@@ -320,7 +336,7 @@ def plan_columns(
     )
 
 
-def _columns(tokens: masks.Tokens, step: int) -> Tensor:
+def _columns(tokens: masks.TokenInfo, step: int) -> Tensor:
     """Return the slots of each column, in order, -1 where it is shorter than another: [B, step · longest]."""
     real, column = tokens.real_mask(), tokens.positions % step
     rows, length = real.shape

@@ -1,6 +1,6 @@
 """Caches that forget: states in place of keys, `WindowCache`, and `StreamCache` for sequences without end.
 
-`StateKeys` are of constant size, for kinds of attention that keep a state of all earlier tokens.
+`LayerState` are of constant size, for kinds of attention that keep a state of all earlier tokens.
 
 A `WindowCache` keeps the keys of the window of each layer. A `StreamCache` keeps the first tokens of each
 row, the sinks, and its last ones, and attends to them as if they were a sequence of their own: positions are
@@ -17,16 +17,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import TABLES, ModelConfig
 from clearhead.core.config.kinds import Full, Kind, Windowed
-from clearhead.core.masks import Tokens, join, next_order
+from clearhead.core.masks import TokenInfo, join, next_order
 from clearhead.core.positions import RopePositions, Rotary, rotate
 from clearhead.errors import InputError, refuse
 
 
 @dataclass(frozen=True)
-class Slots(Tokens):
+class Slots(TokenInfo):
     """The tokens in the slots of a buffer: padding and documents are always spelled out."""
 
     real: Tensor
@@ -40,7 +40,7 @@ def empty_slots(batch: int, slots: int, device: torch.device | str) -> Slots:
     return Slots(zeros, zeros.clone(), torch.zeros_like(zeros, dtype=torch.bool), zeros.clone())
 
 
-class StateKeys(LayerKeys):
+class LayerState(LayerKV):
     """What a layer keeps in place of keys: tensors of constant size, each with a row per row of the batch.
 
     `buffers` never move: states are copied into them, and `begins` are the values that they have at first.
@@ -48,13 +48,13 @@ class StateKeys(LayerKeys):
     """
 
     steps_back = False
-    bounded = True
+    fixed_size = True
 
     def __init__(
         self,
         buffers: Sequence[Tensor] = (),
         begins: Sequence[float] = (),
-        chunks: Sequence["StateKeys"] = (),
+        chunks: Sequence["LayerState"] = (),
     ) -> None:
         self.state, self.begins, self.chunks = tuple(buffers), begins, chunks
         self.k = self.v = self.state[0] if buffers else None  # for the number of rows
@@ -73,7 +73,7 @@ class StateKeys(LayerKeys):
         """Return all that is kept."""
         return self.state
 
-    def follow(self, tokens: Tokens | None) -> None:
+    def follow(self, tokens: TokenInfo | None) -> None:
         """Begin anew where no token is left."""
         if tokens is None and self.begins:
             for buffer, value in zip(self.state, self.begins):
@@ -87,7 +87,7 @@ class StateKeys(LayerKeys):
             self.keep(*(part[rows] for part in self.state))
 
 
-def latest(tokens: Tokens, count: int) -> Tokens:
+def latest(tokens: TokenInfo, count: int) -> TokenInfo:
     """Return the last `count` slots, and before them the last real token of each row to count on from.
 
     As long as there are no more than twice as many, all are returned.
@@ -107,24 +107,24 @@ class WindowCache(Cache):
     not kept: padding, and tokens that leave the window within one call.
     """
 
-    _new: Tokens  # those of the call in progress
+    _new: TokenInfo  # those of the call in progress
 
     def __init__(self, reserve: int = 0) -> None:
         super().__init__(reserve)
         self.slots: dict[Kind, Tensor] = {}  # the slot of each new token, B T
-        self._before: dict[Kind, Tokens] = {}  # the ring before the call in progress
+        self._before: dict[Kind, TokenInfo] = {}  # the ring before the call in progress
 
-    def policy(self, index: int, kind: Kind) -> LayerKeys:
+    def policy(self, index: int, kind: Kind) -> LayerKV:
         """Choose a ring for a layer with a window."""
-        return super().policy(index, kind) if kind.reach is None else RingKeys(self, kind)
+        return super().policy(index, kind) if kind.reach is None else RingKV(self, kind)
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens; each ring is written when the first layer with its window asks."""
         super().begin(tokens)
         self._new = tokens
         self.slots.clear()
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the ring with one new token in it, or the ring before the call and several new tokens."""
         if kind.reach is None:
             return super().visible(kind)
@@ -140,7 +140,7 @@ class WindowCache(Cache):
         )
         return bias
 
-    def _write(self, kind: Kind, window: int, tokens: Tokens) -> None:
+    def _write(self, kind: Kind, window: int, tokens: TokenInfo) -> None:
         """Write the new tokens into the ring of this kind."""
         order, real, sinks, trash = tokens.order, tokens.real_mask(), kind.kept_first, kind.slots - 1
         old = self.rings.get(kind) or empty_slots(order.shape[0], kind.slots, order.device)
@@ -181,13 +181,13 @@ class WindowCache(Cache):
             self.rings[kind] = replace(ring, real=ring.real_mask() & (ring.order < count))
 
 
-class RingKeys(LayerKeys):
+class RingKV(LayerKV):
     """Keys of the sinks and of the last real tokens of each row, and one slot for what is not kept.
 
     In a stream, the sinks move: they are rotated anew for each query.
     """
 
-    bounded = True
+    fixed_size = True
     cache: WindowCache
     first: Tensor | None = None  # B K N+1 E: the sinks where they stood, and one slot for all else
 
@@ -209,7 +209,7 @@ class RingKeys(LayerKeys):
         keys, values = (self.k, self.v) if T == 1 else (torch.cat([self.k, k], 2), torch.cat([self.v, v], 2))
         self.k.scatter_(2, slot.expand(-1, K, -1, E), k)
         self.v.scatter_(2, slot.expand(-1, K, -1, v.shape[3]), v)
-        N = 0 if self.stream is None else self.stream.sinks
+        N = 0 if self.stream is None else self.stream.n_sink_tokens
         if self.rotated is not None and N:
             if self.first is None:
                 self.first = k.new_zeros(B, K, N + 1, E)
@@ -269,7 +269,7 @@ def stream_mistakes(config: ModelConfig, window: int, sinks: int) -> Iterator[st
 
 def sees_past(kind: Kind, window: int) -> bool:
     """Return True if a layer of this kind sees more than `window` tokens; the others keep to their own."""
-    return kind.chooses and (kind.reach is None or kind.reach >= window)
+    return kind.masked and (kind.reach is None or kind.reach >= window)
 
 
 class StreamCache(WindowCache):
@@ -278,7 +278,7 @@ class StreamCache(WindowCache):
     def __init__(self, config: ModelConfig, window: int, sinks: int = 4) -> None:
         check_stream(config, window, sinks)
         super().__init__()
-        self.window, self.sinks, self.spec = window, sinks, config.stacks[-1]
+        self.window, self.n_sink_tokens, self.spec = window, sinks, config.stacks[-1]
         self.ring = Windowed(window - sinks, sinks)  # what each layer that streams holds
         self.rope = RopePositions(self.spec) if self.spec.positions == "rope" else None
         self.rotations: dict[Kind, Rotary] = {}  # what moves the sinks
@@ -286,16 +286,16 @@ class StreamCache(WindowCache):
     @property
     def moves(self) -> bool:
         """Whether the sinks may have to move for a query of the call in progress."""
-        return self.sinks > 0 and self.length + self._new.length > self.window
+        return self.n_sink_tokens > 0 and self.length + self._new.length > self.window
 
-    def policy(self, index: int, kind: Kind) -> LayerKeys:
+    def policy(self, index: int, kind: Kind) -> LayerKV:
         """Choose a ring whose sinks move for a layer that sees past the window."""
         if not sees_past(kind, self.window):
             return super().policy(index, kind)
         rotates = self.rope is not None and index not in self.spec.rope_skips
-        return RingKeys(self, self.ring, self, kind if rotates else None)
+        return RingKV(self, self.ring, self, kind if rotates else None)
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Prepare for new tokens."""
         refuse(
             tokens.documents is not None or tokens.positions is not tokens.order,
@@ -306,11 +306,11 @@ class StreamCache(WindowCache):
         self.rotations.clear()
         self._write(self.ring, self.ring.size, tokens)
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the ring with one new token in it; for several, all that they see, and until when."""
         if not sees_past(kind, self.window):
             return super().visible(kind)
-        ring, new, N = self.rings[self.ring], self._new, self.sinks
+        ring, new, N = self.rings[self.ring], self._new, self.n_sink_tokens
         shift = (new.order - self.window + 1).clamp(min=0)  # B|1 T: how far the sinks have moved
         if self.moves and self.rope is not None:
             cos, sin = self.rope.rotary(shift, kind.reach)
@@ -325,7 +325,7 @@ class StreamCache(WindowCache):
             order = new.order.repeat_interleave(N, 1)  # B|1 T·N
             positions = order - self.window + 1 + torch.arange(N, device=order.device).repeat(new.length)
             real = new.real_mask().repeat_interleave(N, 1) & (order >= self.window)
-            seen = join(seen, Tokens(order, positions, real, None, plain=False))
+            seen = join(seen, TokenInfo(order, positions, real, None, plain=False))
         until = torch.where(seen.order < N, self.window, seen.order + self.ring.size)
         own = until.shape[1] - copies
         until[:, own:] = seen.order[:, own:] + 1

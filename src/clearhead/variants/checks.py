@@ -138,14 +138,14 @@ def _kind_mistakes(config: Fields, stack: StackSpec, layer: int, kind: Kind, fir
         yield f"{name} reads later tokens too: it is for encoders"
     if config.positions == "disentangled" and not isinstance(kind, Full | Windowed):
         yield f"{name} does not meet distances: with positions disentangled, choose full or window"
-    if not kind.chooses and config.positions in BIASES:
+    if not kind.masked and config.positions in BIASES:
         yield (
             f"{name} has no scores to which positions {config.positions} could add a bias: "
             "choose rope, learned, sinusoidal or none"
         )
-    if not kind.chooses and config.attention_softcap is not None:
+    if not kind.masked and config.attention_softcap is not None:
         yield f"{name} has no scores for attention_softcap: leave one out"
-    if not kind.chooses and config.attention_sink:
+    if not kind.masked and config.attention_sink:
         yield f"{name} has no softmax for attention_sink: leave one out"
     yield from kind.mistakes(config, stack, layer)
 

@@ -210,7 +210,7 @@ def attending(model: object, kernel: str) -> AbstractContextManager[None]:
     """Use one kernel in every attention of `model`, or of a part, in a `with` block.
 
     "fused" is the default, "eager" spells every step out, and "flex" has PyTorch's `flex_attention` attend in
-    long rows of kinds that choose among keys, where it serves (`variants.blocks`). All give the same numbers.
+    long rows of masked kinds, where it serves (`variants.blocks`). All give the same numbers.
     """
     refuse(
         kernel not in KERNELS,

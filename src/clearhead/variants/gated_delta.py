@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
@@ -23,7 +23,7 @@ from clearhead.core.masks import View
 from clearhead.core.norms import RMSNorm
 from clearhead.core.taps import SILENT, Tap
 from clearhead.errors import ConfigError, refuse
-from clearhead.variants.caches import StateKeys
+from clearhead.variants.caches import LayerState
 from clearhead.variants.kinds import GatedDeltaKind
 from clearhead.variants.linear import CHUNK, GROUP, matmul
 from clearhead.variants.steps import Pass, Step, linear_step
@@ -294,12 +294,12 @@ class DeltaLayer(GatedDelta):
         x: Tensor,
         view: View,
         memory: Tensor | None = None,
-        cache: LayerKeys | None = None,
+        layer_kv: LayerKV | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
         tokens, state = view.described(), GatedDeltaState()
-        keys = cache if isinstance(cache, StateKeys) else None
+        keys = layer_kv if isinstance(layer_kv, LayerState) else None
         if keys is not None and keys.state:
             state.memory, state.tail, *document = keys.state
             state.document = document[0] if document else None

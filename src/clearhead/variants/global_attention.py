@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks, positions
 from clearhead.core.attention import Attention, eager, fused, of_heads
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.taps import SILENT, Tap
@@ -34,21 +34,21 @@ class GlobalAttention(Attention):
         )
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
     ) -> Tensor:
         """Attend with queries [B, H, T, E] to keys and values [B, K, T, E]; global ones by projecting x."""
         marked, plan = view.described().globals, view.blocks
         if marked is None:
-            return super().attend(q, k, v, view, cache, tap, x)
+            return super().attend(q, k, v, view, layer_kv, tap, x)
         if not isinstance(plan, BlockPlan) or self.kernel == "eager" or tap.wants("scores", "pattern"):
             # Each query meets the keys of its own projections: the other half of it is zero.
             mine = marked[:, None, :, None]  # B|1 1 T 1
             q_own, k_own, v_own = self._projected(x, view.rotary, x, view, tap)
             q = torch.cat([q.masked_fill(mine, 0.0), q_own.masked_fill(~mine, 0.0)], dim=-1)  # B H T 2E
             k, v = torch.cat([k, k_own], dim=-1), torch.cat([v, v_own], dim=-1)
-            ordinary, own = super().attend(q, k, v, view, cache, tap, x).chunk(2, dim=-1)
+            ordinary, own = super().attend(q, k, v, view, layer_kv, tap, x).chunk(2, dim=-1)
             return torch.where(mine, own, ordinary)
-        z = super().attend(q, k, v, replace(view, blocks=replace(plan, globals=None)), cache, tap, x)
+        z = super().attend(q, k, v, replace(view, blocks=replace(plan, globals=None)), layer_kv, tap, x)
         if plan.globals is None:
             return z
         slots = plan.globals.expand(x.shape[0], -1)  # B G
@@ -105,11 +105,11 @@ class GlobalAttention(Attention):
             k = positions.rotate(k, view.rotary, self.layout)
         return q, k, v
 
-    def head_shares(self) -> dict[str, tuple[int, bool, int]]:
-        """Return how heads share out each weight, also of the other projections."""
-        shares = super().head_shares()
-        own = {name: share for name, share in shares.items() if name[0] in "qkv"}
-        return {**shares, **{f"{name[0]}_global{name[1:]}": share for name, share in own.items()}}
+    def head_axes(self) -> dict[str, tuple[int, bool, int]]:
+        """Return the same for the projections of global tokens too."""
+        axes = super().head_axes()
+        own = {name: axis for name, axis in axes.items() if name[0] in "qkv"}
+        return {**axes, **{f"{name[0]}_global{name[1:]}": axis for name, axis in own.items()}}
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clearhead.core.cache import Cache
 from clearhead.core.config import StackSpec
-from clearhead.core.masks import Tokens, of_real
+from clearhead.core.masks import TokenInfo, of_real
 from clearhead.core.stack import Inputs
 from clearhead.core.transformer import ARGUMENTS
 from clearhead.errors import InputError, nearest, refuse
@@ -72,7 +72,7 @@ def call_mistakes(spec: StackSpec, inputs: Inputs, cache: Cache | None) -> Itera
         no = "types were given and the model has no segment embeddings"
         yield f"{no}: leave them out, or build it with n_types"
     yield from integer_mistakes(types, batch, length, "types", spec.n_types, "n_types")
-    scoreless = next((kind for kind in spec.kinds if not kind.chooses), None)
+    scoreless = next((kind for kind in spec.kinds if not kind.masked), None)
     for name, given in (("prefix", prefix), ("bias", bias)):
         if given is not None and scoreless is not None:
             yield f"{name} speaks of pairs of tokens, and attention {scoreless} scores none: leave it out"
@@ -154,7 +154,7 @@ def integer_mistakes(
         yield from _range(x, below, name, limit)
 
 
-def check_length(tokens: Tokens, cache: Cache | None, spec: StackSpec, name: str) -> None:
+def check_length(tokens: TokenInfo, cache: Cache | None, spec: StackSpec, name: str) -> None:
     """Check that positions fit the table, where the scheme has one, and that documents are runs."""
     if tokens.documents is not None:
         before = [cache.tokens] if cache is not None and cache.tokens is not None and cache.packed else []

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clearhead.core.config.fields import Fields, StackSpec
 from clearhead.core.config.kinds import Kind, Rule, Windowed, near, with_sinks
-from clearhead.core.masks import Tokens
+from clearhead.core.masks import TokenInfo
 from clearhead.core.taps import SILENT, Tap
 
 FeatureMap = Literal["elu", "relu", "favor"]
@@ -148,7 +148,7 @@ class Blocks(Kind):
             drawn.append(mixed % among.clamp(min=1))
         return drawn
 
-    def describe(self, tokens: Tokens, causal: bool, ids: Tensor, global_mask: Tensor | None) -> Tokens:
+    def describe(self, tokens: TokenInfo, causal: bool, ids: Tensor, global_mask: Tensor | None) -> TokenInfo:
         """Return an encoder's tokens with `totals`: one more than the last position of each document."""
         if causal:
             return tokens
@@ -164,8 +164,8 @@ class Blocks(Kind):
     def with_counts(
         self,
         bias: Tensor | None,
-        queries: Tokens,
-        keys: Tokens,
+        queries: TokenInfo,
+        keys: TokenInfo,
         dtype: torch.dtype,
         name: str = "",
         tap: Tap = SILENT,
@@ -228,10 +228,10 @@ class GlobalKind(Kind):
         return self.tokens
 
     def rule(self, causal: bool) -> Rule:
-        """Return the window; `Tokens.globals` come on top."""
+        """Return the window; `TokenInfo.globals` come on top."""
         return near(self.size, self.sinks)
 
-    def describe(self, tokens: Tokens, causal: bool, ids: Tensor, global_mask: Tensor | None) -> Tokens:
+    def describe(self, tokens: TokenInfo, causal: bool, ids: Tensor, global_mask: Tensor | None) -> TokenInfo:
         """Return the tokens with `globals`: which real ones see all, as `global_mask` or this kind says."""
         real = tokens.real_mask()
         if global_mask is not None:
@@ -258,7 +258,7 @@ class LinearKind(Kind):
     """A feature map in place of the softmax, so that keys add up to a state."""
 
     name = "linear"
-    chooses = False
+    masked = False
     shares = False
     untapped = ("scores",)
     state_begins = (0.0, ABSENT)
@@ -284,7 +284,7 @@ class LowRank(Kind):
     name = "low-rank"
     shares = False
     both_sides = bounded = True
-    chooses = patterned = False  # its shares are of mixtures
+    masked = patterned = False  # its shares are of mixtures
     rank: int = 64
 
 
@@ -294,7 +294,7 @@ class GatedDeltaKind(Kind):
 
     name = "gated-delta"
     shares = False
-    chooses = patterned = False
+    masked = patterned = False
     untapped = ("scores", "pattern")
     key_heads: int = 0  # 0: n_kv_heads
     value_heads: int = 0  # 0: n_heads

@@ -21,14 +21,14 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core.attention import Attention
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
 from clearhead.core.masks import View
 from clearhead.core.taps import Tap
 from clearhead.errors import InputError, refuse
-from clearhead.variants.caches import StateKeys
+from clearhead.variants.caches import LayerState
 from clearhead.variants.kinds import ABSENT, LinearKind, LowRank
 from clearhead.variants.steps import Pass, Step, attention_steps
 
@@ -346,12 +346,12 @@ class LinearAttention(Attention):
         self._rows: Tensor | None = None  # F E: random features of the seed, drawn when first used
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
     ) -> Tensor:
         """Attend with queries [B, H, T, E] to keys and values [B, K, T, E], and to the state."""
         tokens = view.described()
         fq, fk = self.mapped(q), self.mapped(k)
-        keys = cache if isinstance(cache, StateKeys) else None
+        keys = layer_kv if isinstance(layer_kv, LayerState) else None
         state = LinearState(*keys.state) if keys is not None and keys.state else None
         documents = None if tokens.documents is None else (tokens.documents, tokens.documents)
         if state is not None and state.document is None and documents is not None:
@@ -403,7 +403,7 @@ class LowRankAttention(Attention):
         self.v_mix = nn.Parameter(torch.randn(shape) / math.sqrt(kind.rank))
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
     ) -> Tensor:
         """Attend with queries [B, H, T, E] to mixtures of keys and values [B, K, T, E]."""
         tokens = view.described()

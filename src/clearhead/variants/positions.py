@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks, norms
 from clearhead.core.attention import Attention, of_heads
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config import RopeScaling, StackSpec
 from clearhead.core.config.fields import Fields
 from clearhead.core.config.kinds import FULL, Kind
@@ -142,11 +142,11 @@ class DisentangledAttention(Attention):
         self.terms = spec.relative_terms
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, cache: LayerKeys | None, tap: Tap, x: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
     ) -> Tensor:
         """Attend with queries [B, H, T, E] to keys and values [B, K, S, E]; see `Attention.attend`."""
-        if cache is not None:
-            k, v = cache.update(k, v)
+        if layer_kv is not None:
+            k, v = layer_kv.update(k, v)
         assert view.relative is not None
         bias = tap.step("by_distance", self.by_distance(q, k, view.relative))
         by_call = of_heads(view.bias, list(self.heads))

@@ -30,13 +30,13 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core import masks
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import BIASES, StackSpec
 from clearhead.core.config.fields import Fields, passing
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.dtypes import wide
 from clearhead.core.feedforward import FeedForward
-from clearhead.core.masks import Tokens
+from clearhead.core.masks import TokenInfo
 from clearhead.core.stack import LayerInputs, StackCall
 from clearhead.core.taps import SILENT, LiveTap, Tap
 from clearhead.errors import InputError, refuse
@@ -179,8 +179,8 @@ Views = Callable[[tuple[Kind, ...], StackCall], dict[Kind, masks.View]]  # of a 
 class PartView(masks.View):
     """What a layer with a router sees: all tokens, and what makes the view of those that go through."""
 
-    partial = True
-    tokens: Tokens
+    routed = True
+    tokens: TokenInfo
     kind: Kind
     call: StackCall
     views: Views
@@ -190,7 +190,7 @@ class PartView(masks.View):
         """Return the same without rotation."""
         return replace(self, rotated=False)
 
-    def of(self, tokens: Tokens, cache: Cache | None, tap: Tap) -> masks.View:
+    def of(self, tokens: TokenInfo, cache: Cache | None, tap: Tap) -> masks.View:
         """Return the view of those that go through."""
         view = self.views((self.kind,), self.call._replace(tokens=tokens, cache=cache, tap=tap))[self.kind]
         return view if self.rotated else view.unrotated()
@@ -204,7 +204,7 @@ class WithinRouter(LiveTap):
         return x if name in ("resid_pre", "resid_post") else super().__call__(name, x)
 
 
-class PartKeys(LayerKeys):
+class PartKV(LayerKV):
     """The keys of the tokens that went through a layer: a cache of its own, in which each row has others."""
 
     @property
@@ -220,7 +220,7 @@ class PartKeys(LayerKeys):
         """Replace row i by row `rows[i]`."""
         self.cache.reorder(rows)
 
-    def follow(self, tokens: Tokens | None) -> None:
+    def follow(self, tokens: TokenInfo | None) -> None:
         """Forget the tokens that are not among `tokens`, the first ones of each row."""
         mine = self.cache.tokens
         if mine is None:
@@ -247,7 +247,7 @@ class Router(nn.Module):
 
     def part(
         self, layer: int, kind: Kind, call: StackCall, views: Views
-    ) -> tuple[masks.View, LayerKeys | None]:
+    ) -> tuple[masks.View, LayerKV | None]:
         """Return what the layer sees, and the keys that it keeps."""
         refuse(
             call.inputs.bias is not None,
@@ -259,8 +259,8 @@ class Router(nn.Module):
         kept = cache.layers.get(layer)
         if kept is None:
             own = WindowCache() if isinstance(cache, WindowCache) else Cache()
-            kept = cache.layers[layer] = PartKeys(own)
-        if not isinstance(kept, PartKeys):
+            kept = cache.layers[layer] = PartKV(own)
+        if not isinstance(kept, PartKV):
             raise InputError(
                 f"a fixed cache has a slot for every token, and layer {layer} keeps some of them "
                 "(depth_capacity): use Cache()"
@@ -271,13 +271,13 @@ class Router(nn.Module):
         self,
         x: Tensor,
         view: PartView,
-        keys: LayerKeys | None,
+        keys: LayerKV | None,
         compute: Callable[..., Tensor],
         tap: Tap = SILENT,
     ) -> Tensor:
         """Send some tokens of x [B, T, D] through `compute`, the layer -> [B, T, D]."""
         (B, T, D), tokens, kind = x.shape, view.tokens, view.kind
-        cache, x = keys.cache if isinstance(keys, PartKeys) else None, tap("resid_pre", x)
+        cache, x = keys.cache if isinstance(keys, PartKV) else None, tap("resid_pre", x)
         scores = tap("router", wide(self.score(x))[..., 0])  # B T
         passed = tap("passed", self.choose(scores.detach(), tokens))  # B T
         self.routed = (scores, passed, tokens.real) if self.training else None
@@ -298,7 +298,7 @@ class Router(nn.Module):
         if cache is not None:
             cache.begin(some)
         inner = view.of(some, cache, tap)
-        if tap is not SILENT and cache is None and kind.chooses:  # who passes by looks at nothing
+        if tap is not SILENT and cache is None and kind.masked:  # who passes by looks at nothing
             inner = inner.spelled_out()
             allowed = masks.spelled_out(inner.mask, inner.causal, some, some)
             inner = replace(inner, mask=allowed & real[:, None, :, None], causal=False)
@@ -319,7 +319,7 @@ class Router(nn.Module):
         """Whether tokens are chosen by their rank among all, and not each by its own score."""
         return self.training or not self.causal
 
-    def choose(self, scores: Tensor, tokens: Tokens) -> Tensor:
+    def choose(self, scores: Tensor, tokens: TokenInfo) -> Tensor:
         """Return which tokens go through: scores [B, T] -> [B, T]; padding never does."""
         real = tokens.real_mask().expand_as(scores)
         if not self.by_rank:

@@ -10,7 +10,7 @@
     low-rank(64)             64 mixtures of all keys (Linformer)
     gated-delta              a memory that forgets and corrects itself (Gated DeltaNet)
 
-The kinds that choose among keys take `sinks=4`: the first 4 tokens are always seen.
+The masked kinds take `sinks=4`: the first 4 tokens are always seen.
 """
 
 import dataclasses
@@ -31,7 +31,9 @@ class Kind:
     """One kind of attention; its fields are what stands between the brackets, in this order."""
 
     name: ClassVar[str]
-    chooses: ClassVar[bool] = True  # among keys, by a mask; else it has a formula of its own
+    # softmax attention over the keys that a mask leaves, kept in a cache; False: a formula of its own, and
+    # linear or recurrent kinds keep a state in place of keys
+    masked: ClassVar[bool] = True
     shares: ClassVar[bool] = True  # its weights are those of ordinary attention
     both_sides: ClassVar[bool] = False  # it needs later tokens too: it is for encoders
     patterned: ClassVar[bool] = True  # each query has shares of the tokens, which a picture can show
@@ -46,7 +48,7 @@ class Kind:
 
     @property
     def nearby(self) -> int | None:
-        """The same but for global tokens too."""
+        """As `reach`, not counting global tokens."""
         return self.reach
 
     @property
@@ -77,17 +79,17 @@ class Kind:
         return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
 
     def rule(self, causal: bool) -> Rule:
-        """Return which keys a query sees, for kinds that choose; causality and padding come on top."""
-        raise TypeError(f"{self} does not choose among keys")
+        """Return which keys a query sees, for masked kinds; causality and padding come on top."""
+        raise TypeError(f"{self} takes no mask over keys")
 
     def describe(self, tokens: Any, causal: bool, ids: Any, global_mask: Any) -> Any:
-        """Return the `Tokens` with what else the rule reads: their number, or which of them are global."""
+        """Return the `TokenInfo` with what else the rule needs: their number, or which of them are global."""
         return tokens
 
     def with_counts(
         self, bias: Any, queries: Any, keys: Any, dtype: Any, name: str = "", tap: Any = None
     ) -> Any:
-        """Add to a bias on the scores how often each key counts: here, once."""
+        """Add to a bias on the scores the log of how many times each key counts; default: nothing."""
         return bias
 
     def state_shapes(self, spec: Any, heads: int) -> list[tuple[int, ...]]:

@@ -53,7 +53,7 @@ def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
             everywhere = _globals(kind, length)
             chosen = near or length <= kind.full or q in everywhere or k in everywhere
         case _:
-            raise TypeError(f"{kind} does not choose among keys")
+            raise TypeError(f"{kind} takes no mask over keys")
     return chosen or k < first
 
 
@@ -321,7 +321,7 @@ class Reference(ReferenceInputs):
         q, k, v = (self.linear(f"{name}.{part}{which}", x if part == "q" else read) for part in "qkv")
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
-        seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.chooses else FULL), []
+        seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.masked else FULL), []
         repeated = self.log_times(row, keys, kind) if isinstance(kind, Blocks) and kind.repeat else 0.0
         heads = plan.heads_of(f"{plan.prefix}blocks.{layer}.{'cross' if cross else 'attention'}")
         for number, head in enumerate(heads):

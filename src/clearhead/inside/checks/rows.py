@@ -239,7 +239,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             "cached = recomputed (cropped)",
             "a cache cropped to half, and continued, with one pass over all",
             _cropped,
-            fits=inputs.caches and several and all(kind.chooses for kind in inputs.model.main.spec.kinds),
+            fits=inputs.caches and several and all(kind.masked for kind in inputs.model.main.spec.kinds),
         ),
         row(
             "fast copy = model",

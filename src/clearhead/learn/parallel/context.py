@@ -27,7 +27,7 @@ from clearhead.core.cache import Cache
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
 from clearhead.core.heads import Head, LanguageHead
-from clearhead.core.masks import Tokens, View
+from clearhead.core.masks import TokenInfo, View
 from clearhead.core.positions import Rotary
 from clearhead.core.stack import Inputs, Memory, Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
@@ -259,7 +259,7 @@ def _check(stack: Stack, size: int) -> None:
     spec, axis = stack.spec, f"parallel.context {size}"
     for layer, kind in enumerate(spec.kinds):
         refuse(
-            not (kind.chooses and kind.shares),
+            not (kind.masked and kind.shares),
             f"{axis} shares out layers of full, window, dilated, strided and blocks attention, and layer "
             f"{layer} is {kind}: use data, shard or tensor",
             ConfigError,
@@ -316,7 +316,7 @@ class RingStack(Stack):
     def forward(
         self,
         inputs: Inputs,
-        tokens: Tokens,
+        tokens: TokenInfo,
         memory: Memory | None = None,
         cache: Cache | None = None,
         tap: Tap = SILENT,
@@ -354,7 +354,7 @@ class RingStack(Stack):
             rotations = scheme.rotary(reached, kind.reach)
             whole = kind.describe(tokens.whole, causal, inputs.ids, None)
 
-            def biased(queries: Tokens, keys: Tokens, kind: Kind = kind) -> Tensor | None:
+            def biased(queries: TokenInfo, keys: TokenInfo, kind: Kind = kind) -> Tensor | None:
                 total = scheme.bias(queries.positions, keys.positions, dtype)
                 return cast(Tensor | None, kind.with_counts(total, queries, keys, dtype))
 
@@ -377,7 +377,7 @@ class RingStack(Stack):
         made_of = self.positions.table.parameters() if isinstance(self.positions, RelativePositions) else ()
         return [weight for weight in made_of if weight.requires_grad]
 
-    def cross_view(self, tokens: Tokens, source: Tokens, batch: int) -> View:
+    def cross_view(self, tokens: TokenInfo, source: TokenInfo, batch: int) -> View:
         """See `Stack.cross_view`; the source is shared out as the tokens of an encoder are."""
         if not isinstance(tokens, LocalTokens):
             return super().cross_view(tokens, source, batch)

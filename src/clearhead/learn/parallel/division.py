@@ -124,7 +124,7 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
         for name, size in [*(("heads", count) for count in sorted(heads)), ("d_ff", stack.d_ff)]:
             if size % mesh.tensor:
                 return f"tensor {mesh.tensor} does not divide {name} {size}: {_choices(size)}"
-        kinds = [kind for kind in stack.kinds if not kind.chooses]
+        kinds = [kind for kind in stack.kinds if not kind.masked]
         if mesh.tensor > 1 and kinds:
             return (
                 f"tensor {mesh.tensor} is estimated for softmax attention, and a layer is {kinds[0]}: use 1"

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.masks import Tokens, View, compose
+from clearhead.core.masks import TokenInfo, View, compose
 from clearhead.core.positions import Rotary
 from clearhead.errors import InputError
 from clearhead.variants.blocks import Bias, meeting
@@ -79,7 +79,7 @@ class TokenShards:
         """Return rows in their own order from those of all processes: [B, N·t, ...] -> [B, T, ...]."""
         return x[:, self.slots(None, x.device).argsort()[: self.length]]
 
-    def spread(self, tokens: Tokens) -> Tokens:
+    def spread(self, tokens: TokenInfo) -> TokenInfo:
         """Return the tokens of all processes, one after the other; padding is spelled out."""
         padded = self.processes * self.each > self.length
         real = None if tokens.real is None and not padded else self.pick(tokens.real_mask(), fill=False)
@@ -87,14 +87,14 @@ class TokenShards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalTokens(Tokens):
+class LocalTokens(TokenInfo):
     """The tokens of one process, and the rows that they are of."""
 
-    whole: Tokens
+    whole: TokenInfo
     layout: TokenShards
 
 
-def local_tokens(whole: Tokens, layout: TokenShards, rank: int) -> LocalTokens:
+def local_tokens(whole: TokenInfo, layout: TokenShards, rank: int) -> LocalTokens:
     """Return the tokens of one process."""
     own = part(layout.spread(whole), rank * layout.each, layout.each)
     return LocalTokens(
@@ -102,7 +102,7 @@ def local_tokens(whole: Tokens, layout: TokenShards, rank: int) -> LocalTokens:
     )
 
 
-def part(tokens: Tokens, start: int, count: int) -> Tokens:
+def part(tokens: TokenInfo, start: int, count: int) -> TokenInfo:
     """Return `count` tokens from one on."""
     return tokens.map(lambda x: x[:, start : start + count])
 
@@ -188,8 +188,8 @@ class RingView(View):
     """What the attention of one layer may see, of the keys of all processes."""
 
     ring: Ring
-    tokens: Tokens  # the queries of this process
-    keys: Tokens  # of all processes, one after the other
+    tokens: TokenInfo  # the queries of this process
+    keys: TokenInfo  # of all processes, one after the other
     steps: list[RingStep]  # the first is with the own keys
     kind: Kind
     causal_keys: bool
@@ -210,14 +210,14 @@ class RingView(View):
         bias = self.bias_of(*self._tokens(block))
         return bias if bias is None or heads is None or bias.shape[1] == 1 else bias[:, heads]
 
-    def _tokens(self, block: ScoreBlock) -> tuple[Tokens, Tokens]:
+    def _tokens(self, block: ScoreBlock) -> tuple[TokenInfo, TokenInfo]:
         return self.tokens.map(lambda x: x[:, block.queries]), self.keys.map(lambda x: x[:, block.slots])
 
 
 def ring_view(
     ring: Ring,
-    queries: tuple[Tokens, TokenShards],
-    keys: tuple[Tokens, TokenShards],
+    queries: tuple[TokenInfo, TokenShards],
+    keys: tuple[TokenInfo, TokenShards],
     kind: Kind = FULL,
     causal: bool = False,
     *,

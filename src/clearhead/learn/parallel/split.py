@@ -37,7 +37,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from clearhead.core.attention import Attention
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.dtypes import wide
 from clearhead.core.embedding import TokenFront
 from clearhead.core.feedforward import FeedForward
@@ -289,15 +289,15 @@ class SplitAttention(Attention):
         return super().split(name, x, n_heads, None, tap)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, view: View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
     ) -> Tensor:
         """See `Attention.attend`."""
         if self.keys is not None:
             k, v = k[:, self.keys], v[:, self.keys]
-        return super().attend(q, k, v, view, cache, tap, x)
+        return super().attend(q, k, v, view, layer_kv, tap, x)
 
-    def sinks(self) -> Tensor | None:
-        """See `Attention.sinks`."""
+    def sink_logits(self) -> Tensor | None:
+        """See `Attention.sink_logits`."""
         return None if self.sink is None else self.sink[self.own]
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.dtypes import precise, wide
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
@@ -261,9 +261,9 @@ def _move(cache: Cache, rows: Tensor, since: int) -> None:
         return
     origins = rows[to]
     for keys in cache.layers.values():
-        if type(keys) is not LayerKeys:
+        if type(keys) is not LayerKV:
             keys.reorder(rows)
             continue
-        for buffer in keys.read():
+        for buffer in keys.buffers():
             new = buffer.narrow(2, since, cache.length - since)
             new.index_copy_(0, to, new.index_select(0, origins))

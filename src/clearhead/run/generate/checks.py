@@ -10,7 +10,7 @@ from clearhead.variants.caches import check_stream
 
 def steps_back(model: Transformer) -> bool:
     """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
-    return all(kind.chooses for kind in model.config.main.kinds)
+    return all(kind.masked for kind in model.config.main.kinds)
 
 
 def slides(model: Transformer, request: Request, prompts: Prompts) -> bool:

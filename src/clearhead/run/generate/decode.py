@@ -173,7 +173,7 @@ def prefill(
     unequal = any(len(prompt) < longest for prompt in prompts)
     mask = real_tokens(prompts, device, left=True) if unequal else None
     # Each token of a piece has sinks of its own.
-    chunk = longest if model.config.rotates_by_length else PREFILL_CHUNK // max(1, cache.sinks)
+    chunk = longest if model.config.rotates_by_length else PREFILL_CHUNK // max(1, cache.n_sink_tokens)
     for start in range(0, longest, chunk):
         piece = slice(start, start + chunk)
         part, given = None if mask is None else mask[:, piece], (source, source_mask) if start == 0 else ()

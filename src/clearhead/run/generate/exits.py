@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks
 from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.dtypes import wide
 from clearhead.core.positions import rotate
 from clearhead.core.stack import Block, LayerInputs
@@ -77,22 +77,22 @@ class LeavingBlock(nn.Module):
         assert isinstance(block, Block)
         self.block, self.step = block, step
 
-    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, 1, D] -> [B, 1, D]."""
-        if self.step.all_left and reads.keys is not None:
-            remember(self.block, x, reads.view, reads.keys)
+        if self.step.all_left and inputs.keys is not None:
+            remember(self.block, x, inputs.view, inputs.keys)
             return x
-        y = self.block(x, reads, tap)
+        y = self.block(x, inputs, tap)
         return self.step.ask(torch.where(self.step.left[:, None, None], x, y) if self.step.some_left else y)
 
 
-def remember(block: Block, x: Tensor, view: masks.View, keys: LayerKeys) -> None:
+def remember(block: Block, x: Tensor, view: masks.View, keys: LayerKV) -> None:
     """Write what a layer keeps of tokens [B, T, D] that skip it."""
-    attention, read = block.attention, block.attention_residual.read(x)
+    attention, normed = block.attention, block.attention_residual.norm_input(x)
     if not isinstance(attention, Attention) or view.tokens is not None:  # it keeps a state
-        attention(read, view, None, keys)
+        attention(normed, view, None, keys)
         return
-    _, k, v = attention.project(read, read)
+    _, k, v = attention.project(normed, normed)
     k = attention.split("k", k, attention.n_kv_heads, attention.k_norm, SILENT)
     v = attention.split("v", v, attention.n_kv_heads, None, SILENT)
     keys.update(k if view.rotary is None else rotate(k, view.rotary, attention.layout), v)

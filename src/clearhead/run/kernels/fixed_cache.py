@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as nnf
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.kinds import Kind
-from clearhead.core.masks import Tokens
+from clearhead.core.masks import TokenInfo
 from clearhead.core.positions import Rotary
 from clearhead.errors import InputError, refuse
-from clearhead.variants.caches import Slots, StateKeys, empty_slots
+from clearhead.variants.caches import LayerState, Slots, empty_slots
 
 
 class FixedCache(Cache):
@@ -53,18 +53,18 @@ class FixedCache(Cache):
 
         for layer, kind in enumerate(spec.kinds):
             block = f"{spec.prefix}blocks.{layer}"
-            if kind.chooses:
-                self.layers[layer] = FixedKeys(self, kind, room(f"{block}.attention", capacity))
+            if kind.masked:
+                self.layers[layer] = FixedKV(self, kind, room(f"{block}.attention", capacity))
             else:
                 shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]
                 begins = kind.state_begins or (0.0,) * len(shapes)
                 states = [torch.full(*each, dtype=wide, device=device) for each in zip(shapes, begins)]
-                self.layers[layer] = StateKeys(states, begins)
+                self.layers[layer] = LayerState(states, begins)
             if source and spec.cross:
                 self.cross_layer(layer).update(*room(f"{block}.cross", source))
         if source and spec.cross:
             count = torch.arange(source, device=device)[None]
-            self.source = Tokens(count, count, empty_slots(batch, source, device).real, None, plain=False)
+            self.source = TokenInfo(count, count, empty_slots(batch, source, device).real, None, plain=False)
 
     def adopt(self, cache: Cache) -> None:
         """Copy a growing cache into the first rows of this one; the other rows stay empty."""
@@ -99,15 +99,15 @@ class FixedCache(Cache):
             )
         for layer, mine in self.layers.items():
             theirs = cache.layers[layer]
-            if isinstance(mine, StateKeys) and isinstance(theirs, StateKeys):
+            if isinstance(mine, LayerState) and isinstance(theirs, LayerState):
                 for buffer, given in zip(mine.state, theirs.state):
                     buffer[rows] = given
                 continue
             refuse(
-                type(theirs) is not LayerKeys,
+                type(theirs) is not LayerKV,
                 "a window cache has forgotten what a fixed cache keeps: adopt a Cache()",
             )
-            for buffer, given in zip(mine.read(), theirs.read()):
+            for buffer, given in zip(mine.buffers(), theirs.buffers()):
                 given = given[:, :, : cache.length]
                 buffer[rows, :, slots] = (
                     given if index is None else given.take_along_dim(index[:, None, :, None], 2)
@@ -122,13 +122,13 @@ class FixedCache(Cache):
         length = cache.source.length
         self.source.real[rows, :length] = cache.source.real_mask().expand(len(rows), -1)
         for layer, crossed in self.cross.items():
-            for buffer, given in zip(crossed.read(), cache.cross[layer].read()):
+            for buffer, given in zip(crossed.buffers(), cache.cross[layer].buffers()):
                 buffer[rows, :, :length] = given
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Write order, positions, padding and documents of the new tokens into the buffers."""
         self.packed = self.packed or tokens.documents is not None
-        states = any(isinstance(keys, StateKeys) for keys in self.layers.values())
+        states = any(isinstance(keys, LayerState) for keys in self.layers.values())
         refuse(self.packed and states, "a fixed cache keeps no states of packed documents: use Cache()")
         if not torch.compiler.is_compiling():
             self.room_for(tokens.length)
@@ -148,7 +148,7 @@ class FixedCache(Cache):
             "make a larger one",
         )
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return every slot; those not yet filled are not real."""
         return self.tokens
 
@@ -179,17 +179,19 @@ class FixedCache(Cache):
         self.tokens = slots  # the buffers, not the copies that a growing cache makes
 
 
-class FixedKeys(LayerKeys):
+class FixedKV(LayerKV):
     """Keys in buffers that never move, written to the slots that the cache names for each call."""
 
     cache: Any  # a `FixedCache`, or one over a pool
     k: Tensor
     v: Tensor
 
-    def __init__(self, cache: Any, kind: Kind | None, buffers: Sequence[Tensor], known: bool = False) -> None:
-        """Keep keys of a layer of this kind; None: of a source, which is `known` once it was read."""
+    def __init__(
+        self, cache: Any, kind: Kind | None, buffers: Sequence[Tensor], source_cached: bool = False
+    ) -> None:
+        """Keep keys of a layer of this kind; None: of a source."""
         super().__init__(cache, of_source=kind is None)
-        self.kind, (self.k, self.v), self.known = kind, buffers, known
+        self.kind, (self.k, self.v), self.source_cached = kind, buffers, source_cached
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the new keys; return the whole buffers, or of a source its own keys."""

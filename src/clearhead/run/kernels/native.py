@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks
 from clearhead.core.attention import Attention
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.feedforward import ACTIVATIONS
 from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.core.stack import Block, Inputs, LayerInputs, Memory, Residual, Stack, StackCall
@@ -40,7 +40,7 @@ from clearhead.run.kernels.parts import (
 )
 from clearhead.run.kernels.training import OF_TRAINING
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, QuantizedWeight
-from clearhead.variants.caches import RingKeys
+from clearhead.variants.caches import RingKV
 
 MOST_ROWS = 64  # up to so many rows our matmul is quicker than the plain one, on any processor
 WIDE = 64  # where it is for any number of rows, it is so with layers of so many outputs
@@ -253,25 +253,25 @@ class NativeBlock(Described, Block):
     alike = False  # add up each row in the same order, whatever the number of rows
     most_rows = MOST_ROWS
 
-    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
         suits = x.shape[1] == 1 and tap is SILENT and plain(x)
-        call = self.call(x, reads) if suits else None
+        call = self.call(x, inputs) if suits else None
         if call is None:
-            return super().forward(x, reads, tap)
-        return run(x, call, array("Q", self.layer(call, reads.keys, reads.cross_keys)))
+            return super().forward(x, inputs, tap)
+        return run(x, call, array("Q", self.layer(call, inputs.keys, inputs.cross_keys)))
 
-    def call(self, x: Tensor, reads: LayerInputs) -> Any:
+    def call(self, x: Tensor, inputs: LayerInputs) -> Any:
         """Describe a step of rows [B, 1, D] through layers of this view; None where `step.c` does not suit.
 
         The structure points to tensors that the view and the caches keep.
         """
         rows = x.shape[0]
-        own = self._own(reads.view, reads.keys, rows) if rows <= self.most_rows else None
-        source = self._source(reads.cross_view, reads.cross_keys, rows) if own is not None else None
+        own = self._own(inputs.view, inputs.keys, rows) if rows <= self.most_rows else None
+        source = self._source(inputs.cross_view, inputs.cross_keys, rows) if own is not None else None
         if own is None or source is None:
             return None
-        (seen, *slot), rotary = own, reads.view.rotary
+        (seen, *slot), rotary = own, inputs.view.rotary
         turns: tuple[int | None, ...] = (None, None, 0, 0)
         cos = sin = None
         if rotary is not None:
@@ -292,9 +292,9 @@ class NativeBlock(Described, Block):
         places = ctypes.addressof(self.fields()), ctypes.addressof(call)
         return (*places, keys.k.data_ptr(), keys.v.data_ptr(), *source)
 
-    def _own(self, view: masks.View, keys: LayerKeys | None, rows: int) -> tuple[Any, ...] | None:
+    def _own(self, view: masks.View, keys: LayerKV | None, rows: int) -> tuple[Any, ...] | None:
         """Describe the keys of the text, and the slots of the new ones; None where `step.c` does not suit."""
-        if keys is None or type(keys) not in (LayerKeys, RingKeys):
+        if keys is None or type(keys) not in (LayerKV, RingKV):
             return None  # caches that compute otherwise have keys of their own
         if keys.k is None or keys.v is None or view.causal:
             return None
@@ -304,7 +304,7 @@ class NativeBlock(Described, Block):
             or (view.bias is not None and self.attention.pruned)
         ):
             return None
-        if isinstance(keys, RingKeys):
+        if isinstance(keys, RingKV):
             if keys.stream is not None:
                 return None
             slots = keys.cache.slots[keys.kind]
@@ -314,7 +314,7 @@ class NativeBlock(Described, Block):
         seen = _seen(keys.k, keys.v, slot + 1, view, rows) if slot < keys.k.shape[2] else None
         return None if seen is None else (seen, slot, None, 0)
 
-    def _source(self, view: masks.View | None, keys: LayerKeys | None, rows: int) -> Any:
+    def _source(self, view: masks.View | None, keys: LayerKV | None, rows: int) -> Any:
         """Describe the keys of the source, or that there is none; None where `step.c` does not suit."""
         if self.cross is None:
             return VIEW(shared_by=1)
@@ -365,7 +365,7 @@ class NativeStack(Described, Stack):
     def forward(
         self,
         inputs: Inputs,
-        tokens: masks.Tokens,
+        tokens: masks.TokenInfo,
         memory: Memory | None = None,
         cache: Cache | None = None,
         tap: Tap = SILENT,
@@ -385,11 +385,11 @@ class NativeStack(Described, Stack):
 
         x: Tensor = self.embedding(inputs.ids, inputs.types, place, inputs.mask)  # B 1 D
         cache.begin(tokens)
-        steps = self.reads(blocks, StackCall(inputs, tokens, cache, x.dtype), memory)
+        steps = self.layer_inputs(blocks, StackCall(inputs, tokens, cache, x.dtype), memory)
         found = through(x, blocks, steps, self.fields()) if plain(x) else None
         if found is None:
-            for block, reads in zip(blocks, steps):
-                x = block(x, reads)
+            for block, layer_inputs in zip(blocks, steps):
+                x = block(x, layer_inputs)
             found = x if self.norm is None else self.norm(x)
         cache.advance()
         return found
@@ -398,7 +398,7 @@ class NativeStack(Described, Stack):
         """Describe the norm after the last block, or that there is none."""
         return pointers.norm(self.norm)
 
-    def groups(self, inputs: Tensor, tokens: masks.Tokens) -> list[tuple[Tensor, int]]:
+    def groups(self, inputs: Tensor, tokens: masks.TokenInfo) -> list[tuple[Tensor, int]]:
         """Return rows of a source [B, T] by like length: their places and the longest's length.
 
         For rows that end in padding, of a stack whose states there nobody reads; none where it saves little.
@@ -415,7 +415,7 @@ class NativeStack(Described, Stack):
         found = [(rows, int(lengths[rows[-1]])) for rows in torch.split(lengths.argsort(), at_once)]
         return found if sum(len(rows) * most for rows, most in found) <= WORTH * inputs.numel() else []
 
-    def _by_groups(self, inputs: Tensor, tokens: masks.Tokens, groups: list[tuple[Tensor, int]]) -> Tensor:
+    def _by_groups(self, inputs: Tensor, tokens: masks.TokenInfo, groups: list[tuple[Tensor, int]]) -> Tensor:
         """Map rows of like length together: [B, T] -> [B, T, D], zeros where padding is left out."""
         hidden = torch.zeros(*inputs.shape, self.spec.d_model, dtype=self.dtype)
         for rows, most in groups:
@@ -434,17 +434,17 @@ def through(x: Tensor, blocks: list[Block], steps: list[LayerInputs], last: Any)
     """
     calls: dict[Any, Any] = {}
     layers = []
-    for block, reads in zip(blocks, steps):
-        keys = reads.keys
+    for block, inputs in zip(blocks, steps):
+        keys = inputs.keys
         assert isinstance(block, NativeBlock) and keys is not None
         if keys.k is None or keys.v is None:
             return None
-        lie = (id(reads.view), type(keys), keys.k.shape, keys.k.stride(), keys.v.stride())
+        lie = (id(inputs.view), type(keys), keys.k.shape, keys.k.stride(), keys.v.stride())
         if lie not in calls:
-            calls[lie] = block.call(x, reads)
+            calls[lie] = block.call(x, inputs)
         if calls[lie] is None:
             return None
-        layers.append(block.layer(calls[lie], keys, reads.cross_keys))
+        layers.append(block.layer(calls[lie], keys, inputs.cross_keys))
     return run(x, calls[next(iter(calls))], array("Q", chain.from_iterable(layers)), last)
 
 

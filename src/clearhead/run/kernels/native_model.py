@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from clearhead.core import masks
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config.kinds import Full
 from clearhead.core.heads import LanguageHead
 from clearhead.core.positions import Rotary
@@ -34,7 +34,7 @@ class KeptStep(NamedTuple):
     layers: "array[int]"
     keys: list[Tensor]  # and values, of each layer, then of its source; not the cache, which forgets this one
     angles: Rotary | None  # of every slot: 1 1 S R
-    source: masks.Tokens | None
+    source: masks.TokenInfo | None
     source_view: masks.View | None
 
     def suits(self, cache: Cache, rows: int) -> bool:
@@ -83,7 +83,7 @@ class NativeModel(DecodeModel):
         """Return what describes one token of each row; None where the model's own way is taken."""
         if self.kept is None:
             self.kept = WeakKeyDictionary()
-        if type(cache) is not Cache or cache.keys is not LayerKeys:
+        if type(cache) is not Cache or cache.keys is not LayerKV:
             return None
         if cache.tokens is None or not cache.tokens.plain or cache.packed or cache.rows != len(ids):
             return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from clearhead.core import masks, norms, positions
 from clearhead.core.attention import Attention
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config.kinds import Full, Kind, Windowed
 from clearhead.core.feedforward import ACTIVATIONS, FeedForward
 from clearhead.core.heads import LanguageHead
@@ -27,7 +27,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.run.kernels import library
 from clearhead.run.kernels import native as in_c
-from clearhead.run.kernels.fixed_cache import FixedCache, FixedKeys, HeadConfig, MatmulConfig
+from clearhead.run.kernels.fixed_cache import FixedCache, FixedKV, HeadConfig, MatmulConfig
 from clearhead.run.kernels.kernels import (
     MOST_ROWS,
     available,
@@ -237,12 +237,12 @@ class StepStack(Direct, Stack):
 class StepBlock(Direct, Block):
     """A block that `suits_kernels`: they take one token with a fixed cache, and `Block` takes all else."""
 
-    def forward(self, x: Tensor, reads: LayerInputs, tap: Tap = SILENT) -> Tensor:
+    def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        suits = x.shape[1] == 1 and reads.view.bias is None and tap is SILENT
-        z = self.attended(x, reads.view, reads.keys) if suits else None
+        suits = x.shape[1] == 1 and inputs.view.bias is None and tap is SILENT
+        z = self.attended(x, inputs.view, inputs.keys) if suits else None
         if z is None:
-            return super().forward(x, reads, tap)
+            return super().forward(x, inputs, tap)
         attention, feedforward = self.attention, self.feedforward
         assert isinstance(attention, FusedAttention) and isinstance(feedforward, FeedForward)
         x = _linear(z, attention.out, add=x)
@@ -253,9 +253,9 @@ class StepBlock(Direct, Block):
             post = feedforward.activation(_normed(x, norm, feedforward.up))
         return _linear(post, feedforward.down, add=x)
 
-    def attended(self, x: Tensor, view: masks.View, keys: LayerKeys | None) -> Tensor | None:
+    def attended(self, x: Tensor, view: masks.View, keys: LayerKV | None) -> Tensor | None:
         """Attend with one token of each row [B, 1, D] -> [B, 1, H·E]; None where the kernel does not suit."""
-        if not isinstance(keys, FixedKeys) or view.mask is None:
+        if not isinstance(keys, FixedKV) or view.mask is None:
             return None
         found = (keys.k, keys.v, keys.cache.index, view.mask[:, 0, 0])
         return step_attend(self.projected(x), *found, self.formula(view))

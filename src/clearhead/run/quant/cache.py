@@ -11,7 +11,7 @@ Shapes: B batch, K key/value heads, T new tokens, S all tokens, E head width.
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys, with_room
+from clearhead.core.cache import Cache, LayerKV, with_room
 from clearhead.core.config import ModelConfig
 from clearhead.errors import refuse
 from clearhead.run.quant.grid import bf16
@@ -19,7 +19,7 @@ from clearhead.run.quant.grid import bf16
 MOST = 127  # the largest code
 
 
-class Int8Keys(LayerKeys):
+class Int8KV(LayerKV):
     """Codes of keys and of values [B, K, S, E], and their scales in bfloat16 [B, K, S, 1]."""
 
     parts: tuple[Tensor, ...] = ()  # codes and scales of keys, codes and scales of values
@@ -37,9 +37,9 @@ class Int8Keys(LayerKeys):
         self.dtype = k.dtype
         return self._wide(stop)
 
-    def read(self) -> tuple[Tensor, Tensor]:
+    def buffers(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all tokens, as attention reads them."""
-        super().read()  # refuses an empty layer
+        super().buffers()  # refuses an empty layer
         return self._wide(self.cache.length)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -68,7 +68,7 @@ def int8_cache(config: ModelConfig, reserve: int) -> Cache:
         'cache "int8" with layers that take some tokens alone (depth_capacity): their keys lie otherwise, '
         "so leave cache out",
     )
-    return Cache(reserve, Int8Keys)
+    return Cache(reserve, Int8KV)
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

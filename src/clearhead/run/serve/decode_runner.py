@@ -21,12 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.core import masks
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config.fields import BIASES
 from clearhead.core.config.kinds import Full, Windowed
 from clearhead.core.transformer import Transformer
 from clearhead.run.kernels.cuda_graph import captured
-from clearhead.run.kernels.fixed_cache import FixedKeys
+from clearhead.run.kernels.fixed_cache import FixedKV
 from clearhead.run.kernels.kernels import available, paged_attend
 from clearhead.run.kernels.library import VIEW, library
 from clearhead.run.kernels.native import MOST_ROWS, NativeBlock, NativeLinear
@@ -44,13 +44,13 @@ class CpuBlock(NativeBlock):
 
     most_rows = sys.maxsize
 
-    def _own(self, view: masks.View, keys: LayerKeys | None, rows: int) -> tuple[Any, ...] | None:
-        if not isinstance(keys, FixedKeys):
+    def _own(self, view: masks.View, keys: LayerKV | None, rows: int) -> tuple[Any, ...] | None:
+        if not isinstance(keys, FixedKV):
             return super()._own(view, keys, rows)
         return _paged(view, keys), 0, keys.cache.rows_of(group_of(keys.kind)).new.data_ptr(), 1
 
-    def _source(self, view: masks.View | None, keys: LayerKeys | None, rows: int) -> Any:
-        paged = view is not None and isinstance(keys, FixedKeys)
+    def _source(self, view: masks.View | None, keys: LayerKV | None, rows: int) -> Any:
+        paged = view is not None and isinstance(keys, FixedKV)
         return _paged(view, keys) if paged else super()._source(view, keys, rows)
 
 
@@ -113,9 +113,9 @@ class CpuRunner:
 class GraphBlock(StepBlock):
     """A block that takes one token of each row through the kernels, with keys in a pool."""
 
-    def attended(self, x: Tensor, view: masks.View, keys: LayerKeys | None) -> Tensor | None:
+    def attended(self, x: Tensor, view: masks.View, keys: LayerKV | None) -> Tensor | None:
         """Attend with one token of each row [B, 1, D] -> [B, 1, H·E]."""
-        if not isinstance(keys, FixedKeys) or keys.kind is None or not isinstance(keys.cache, PagedCache):
+        if not isinstance(keys, FixedKV) or keys.kind is None or not isinstance(keys.cache, PagedCache):
             return super().attended(x, view, keys)
         given, size, reach = cast(Tensor, keys.cache.given), keys.cache.pool.size, keys.kind.reach or 0
         where = (given[:, 2:], given[:, 1], size, reach)

@@ -21,13 +21,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from clearhead.core.cache import Cache, LayerKeys
+from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.masks import Tokens
-from clearhead.run.kernels.fixed_cache import FixedKeys
+from clearhead.core.masks import TokenInfo
+from clearhead.run.kernels.fixed_cache import FixedKV
 from clearhead.run.quant.cache import rounded, widened
-from clearhead.variants.caches import StateKeys
+from clearhead.variants.caches import LayerState
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def attentions_of(spec: StackSpec) -> list[tuple[int, Group, str]]:
     kept: list[tuple[int, Group, str]] = [
         (layer, group_of(kind), f"{blocks[layer]}.attention")
         for layer, kind in enumerate(spec.kinds)
-        if kind.chooses
+        if kind.masked
     ]
     return kept + [(layer, None, f"{block}.cross") for layer, block in enumerate(blocks) if spec.cross]
 
@@ -281,7 +281,7 @@ class Table:
         blocks = torch.tensor(ids, device=self.pool.device)[:, None] * size
         return (blocks + torch.arange(size, device=self.pool.device)).flatten()[within]
 
-    def visible(self, start: int, stop: int) -> tuple[Tokens, Slots]:
+    def visible(self, start: int, stop: int) -> tuple[TokenInfo, Slots]:
         """Return the tokens that queries from `start` to `stop` read, and where their keys are."""
         size, first = self.pool.size, self.start(start)
         sinks = min(math.ceil(self.first / size) * size, first)
@@ -290,7 +290,7 @@ class Table:
         if sinks:
             count = torch.cat([torch.arange(sinks, device=self.pool.device), count])
             slots = torch.cat([spelled(self.slots(0, sinks), self.pool), spelled(slots, self.pool)])
-        return Tokens(count[None], count[None], None, None, plain=not sinks or sinks == first), slots
+        return TokenInfo(count[None], count[None], None, None, plain=not sinks or sinks == first), slots
 
 
 def spelled(slots: Slots, pool: Pool) -> Tensor:
@@ -300,7 +300,7 @@ def spelled(slots: Slots, pool: Pool) -> Tensor:
     return torch.arange(slots.start, slots.stop, device=pool.device)
 
 
-States = dict[int, StateKeys]  # by layer, of one request
+States = dict[int, LayerState]  # by layer, of one request
 
 
 class Owner(Protocol):
@@ -319,26 +319,26 @@ class Chunk(Generic[Of]):
     def __init__(self, seq: Of, start: int, stop: int) -> None:
         self.seq, self.start, self.stop = seq, start, stop
         self.span = slice(0, stop - start)  # where they stand in the row of the step
-        self._read: dict[Group, tuple[Tokens, Slots]] = {}
+        self._read: dict[Group, tuple[TokenInfo, Slots]] = {}
 
     def placed(self, at: int) -> int:
         """Place the tokens in the row of the step; return where the next ones begin."""
         self.span = slice(at, at + self.stop - self.start)
         return self.span.stop
 
-    def read(self, group: Group) -> tuple[Tokens, Slots]:
+    def read(self, group: Group) -> tuple[TokenInfo, Slots]:
         """Return the tokens that layers of a group read, and where their keys are."""
         if group not in self._read:
             self._read[group] = self.seq.tables[group].visible(self.start, self.stop)
         return self._read[group]
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the tokens whose keys layers of this kind read, as a cache of this chunk alone would."""
         return self.read(group_of(kind))[0]
 
 
 @dataclass(frozen=True)
-class SourceTokens(Tokens):
+class SourceTokens(TokenInfo):
     """The sources of a step's chunks: where the keys of each are, and how many tokens its chunk has."""
 
     slots: tuple[Slots, ...] = ()
@@ -348,7 +348,7 @@ class SourceTokens(Tokens):
 class Rows(NamedTuple):
     """What the rows of a step read in the blocks of a group."""
 
-    tokens: Tokens  # B S
+    tokens: TokenInfo  # B S
     table: Tensor  # B S/size: numbers of blocks
     new: Tensor  # B: slots of the new tokens
 
@@ -365,10 +365,10 @@ class Int8Slots(NamedTuple):
         return widened(read_slots(self.codes, slots), read_slots(self.scales, slots), self.dtype)
 
 
-class PagedInt8Keys(LayerKeys):
+class PagedInt8KV(LayerKV):
     """Keys and values of one layer in a pool in 8 bits.
 
-    They are no `FixedKeys`, so that no kernel takes them for numbers of the model's dtype.
+    They are no `FixedKV`, so that no kernel takes them for numbers of the model's dtype.
     """
 
     cache: "PagedCache"
@@ -404,7 +404,7 @@ class PagedCache(Cache):
         """Prepare a step; `sources` are the lengths of the chunks' sources, once their keys are there."""
         super().__init__()
         self.pool, self.chunks, self.by_rows, self.given = pool, chunks, by_rows, given
-        self.source_known = bool(sources)
+        self.source_cached = bool(sources)
         self._written: dict[Group, Tensor] = {}
         self._rows: dict[Group, Rows] = {}
         if by_rows:
@@ -420,7 +420,7 @@ class PagedCache(Cache):
     def count_from(self, positions: Tensor) -> None:
         """Let the next call count its tokens from these positions [B, 1]."""
         before = positions - 1
-        self.tokens = Tokens(before, before, torch.ones_like(before, dtype=torch.bool), None, False)
+        self.tokens = TokenInfo(before, before, torch.ones_like(before, dtype=torch.bool), None, False)
 
     def new_slots(self, kind: Kind | None, count: int) -> Tensor:
         """Return the slots that the new tokens, or those of the one source of this step, are written to."""
@@ -443,11 +443,11 @@ class PagedCache(Cache):
             padded = torch.tensor([row + [(beyond, 0)] * (longest - len(row)) for row in rows])  # B S/size 2
             positions = (padded[:, :, :1] * size + torch.arange(size)).flatten(1)  # B S
             real = positions <= torch.tensor(last)[:, None]
-            tokens = Tokens(positions, positions, real, None, False)
+            tokens = TokenInfo(positions, positions, real, None, False)
             self._rows[group] = Rows(tokens, padded[:, :, 1].contiguous(), torch.tensor(new))
         return self._rows[group]
 
-    def visible(self, kind: Kind) -> Tokens:
+    def visible(self, kind: Kind) -> TokenInfo:
         """Return the tokens in the blocks that rows read; in a captured step the new ones.
 
         There a kernel that knows their positions sees what is before them by itself.
@@ -456,20 +456,20 @@ class PagedCache(Cache):
             return self._visible
         return self.rows_of(group_of(kind), [chunk.start for chunk in self.chunks]).tokens
 
-    def layer(self, index: int, kind: Kind) -> LayerKeys:
+    def layer(self, index: int, kind: Kind) -> LayerKV:
         """Return the keys of one layer, or the state of each chunk."""
-        if not kind.chooses:
-            return StateKeys(
-                chunks=[chunk.seq.states.setdefault(index, StateKeys()) for chunk in self.chunks]
+        if not kind.masked:
+            return LayerState(
+                chunks=[chunk.seq.states.setdefault(index, LayerState()) for chunk in self.chunks]
             )
         parts = self.pool.layers[index]
-        return FixedKeys(self, kind, parts) if len(parts) == 2 else PagedInt8Keys(self, kind, parts)
+        return FixedKV(self, kind, parts) if len(parts) == 2 else PagedInt8KV(self, kind, parts)
 
-    def cross_layer(self, index: int) -> LayerKeys:
+    def cross_layer(self, index: int) -> LayerKV:
         """Return the keys of sources; those of a source that is being read are written into the pool."""
-        return FixedKeys(self, None, self.pool.cross[index], known=self.source_known)
+        return FixedKV(self, None, self.pool.cross[index], source_cached=self.source_cached)
 
-    def begin(self, tokens: Tokens) -> None:
+    def begin(self, tokens: TokenInfo) -> None:
         """Keep the new tokens: the chunks describe what is before them."""
         self._visible = tokens
 

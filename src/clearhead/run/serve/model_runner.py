@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clearhead.core import masks
-from clearhead.core.cache import LayerKeys
+from clearhead.core.cache import LayerKV
 from clearhead.core.config.kinds import Kind
 from clearhead.core.feedforward import ACTIVATIONS
 from clearhead.core.positions import Rotary
@@ -46,7 +46,7 @@ from clearhead.run.serve.kv_cache import (
 )
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import Plan, ServedSequence
-from clearhead.variants.caches import StateKeys
+from clearhead.variants.caches import LayerState
 from clearhead.variants.gated_delta import DeltaLayer
 
 
@@ -74,7 +74,7 @@ class RaggedView(masks.View):
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, keys: Any, tap: Any, x: Tensor
     ) -> Tensor:
         """Attend with each chunk of queries [1, H, T, E] by itself; keys [1, K, T, E] are written first."""
-        if keys is not None and not isinstance(keys, StateKeys):
+        if keys is not None and not isinstance(keys, LayerState):
             k, v = keys.update(k, v)
         answers = [
             attend(
@@ -84,9 +84,9 @@ class RaggedView(masks.View):
         ]
         return torch.cat(answers, dim=2)
 
-    def states(self, keys: LayerKeys | None) -> Iterable[StateKeys | None]:
+    def states(self, keys: LayerKV | None) -> Iterable[LayerState | None]:
         """Return the state of each chunk, where a layer keeps states."""
-        return keys.chunks if isinstance(keys, StateKeys) else [None] * len(self.chunks)
+        return keys.chunks if isinstance(keys, LayerState) else [None] * len(self.chunks)
 
 
 class RaggedStack(Direct, Stack):
@@ -95,7 +95,7 @@ class RaggedStack(Direct, Stack):
     def views(self, kinds: tuple[Kind, ...], call: StackCall) -> dict[Kind, masks.View]:
         """Return the views of each chunk; of other passes, see `Stack`."""
         inputs, tokens, cache = call.inputs, call.tokens, call.cache
-        chunks: list[tuple[slice, masks.Tokens, Any]]
+        chunks: list[tuple[slice, masks.TokenInfo, Any]]
         if isinstance(cache, PagedCache):
             chunks = [(p.span, _counted(p.start, p.stop, tokens.order.device), p) for p in cache.chunks]
         elif cache is None and tokens.documents is not None and tokens.order.shape[0] == 1:
@@ -115,7 +115,7 @@ class RaggedStack(Direct, Stack):
         def ragged(kind: Kind) -> masks.View:
             views = [views_of[kind] for views_of in found]
             parts = tuple(
-                ChunkView(span, view, p.read(group_of(kind))[1] if p is not None and kind.chooses else None)
+                ChunkView(span, view, p.read(group_of(kind))[1] if p is not None and kind.masked else None)
                 for (span, _, p), view in zip(chunks, views)
             )
             turns = [view.rotary for view in views if view.rotary is not None]
@@ -125,7 +125,7 @@ class RaggedStack(Direct, Stack):
 
         return {kind: ragged(kind) for kind in kinds}
 
-    def cross_view(self, tokens: masks.Tokens, source: masks.Tokens, batch: int) -> masks.View:
+    def cross_view(self, tokens: masks.TokenInfo, source: masks.TokenInfo, batch: int) -> masks.View:
         """Return what each chunk sees of its source: all."""
         if not isinstance(source, SourceTokens):
             return super().cross_view(tokens, source, batch)
@@ -136,9 +136,9 @@ class RaggedStack(Direct, Stack):
         return RaggedView(chunks=tuple(parts))
 
 
-def _counted(start: int, stop: int, device: torch.device) -> masks.Tokens:
+def _counted(start: int, stop: int, device: torch.device) -> masks.TokenInfo:
     count = torch.arange(start, stop, device=device)[None]
-    return masks.Tokens(count, count, None, None, plain=True)
+    return masks.TokenInfo(count, count, None, None, plain=True)
 
 
 def runs(documents: list[int]) -> list[slice]:
@@ -157,14 +157,14 @@ class RaggedDelta(Direct, DeltaLayer):
         x: Tensor,
         view: masks.View,
         memory: Tensor | None = None,
-        cache: LayerKeys | None = None,
+        layer_kv: LayerKV | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [1, T, D] -> [1, T, D]."""
         if not isinstance(view, RaggedView):
-            return super().forward(x, view, memory, cache, tap)
+            return super().forward(x, view, memory, layer_kv, tap)
         answers = []
-        for chunk, state in zip(view.chunks, view.states(cache)):
+        for chunk, state in zip(view.chunks, view.states(layer_kv)):
             with contextlib.nullcontext() if self.adapted is None else self.adapted.within(chunk.span):
                 answers.append(super().forward(x[:, chunk.span], chunk.view, memory, state, tap))
         return torch.cat(answers, dim=1)
