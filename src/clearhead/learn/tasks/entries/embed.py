@@ -198,6 +198,12 @@ class Embed(Task):
         if loaded.sentences is None:
             loaded.sentences = Sentences("mean", normalise=True)
         how = loaded.sentences
+        kind = {"sparse": "a sparse vector (SPLADE)", "tokens": "a vector for each token (ColBERT)"}
+        refuse(
+            how.kind != "dense",
+            f"{loaded.folder} makes {kind.get(how.kind)} of a text, and training makes one: start from "
+            "another encoder, or remove modules.json",
+        )
         extra = [*([how.pooling] if how.pooling not in POOLED else []), *(layer.kind for layer in how.layers)]
         refuse(
             extra,
