@@ -27,7 +27,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import clearhead as ch
-from clearhead.learn.tasks import vectors
 from clearhead.run.serve.engine import ServeEngine
 
 # serve_peers ----------------------------------------------------------------------------------------------

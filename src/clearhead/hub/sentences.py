@@ -256,20 +256,25 @@ class Sentences:
         """Return whether texts with the prompt of this name are queries."""
         return "query" if (prompt or self.prompt) == "query" else "document"
 
+    @property
+    def known(self) -> Mapping[str, str]:
+        """All prompts by name; where each token has a vector, queries and documents are told apart."""
+        return self.prompts if self.late is None else {"query": "", "document": "", **self.prompts}
+
     def side(self, role: Role) -> str | None:
         """Return the name of the prompt for queries or documents; None: the usual one."""
         names = ("query",) if role == "query" else ("document", "passage", "corpus")
-        return next((name for name in names if name in self.prompts), None)
+        return next((name for name in names if name in self.known), None)
 
     def before(self, prompt: str | None = None) -> str:
         """Return what is put before every text: the prompt of this name, or the usual one."""
         name = self.prompt if prompt is None else prompt
         if name is None and self.late is not None:
             name = "document"
-        if name is not None and name not in self.prompts:
-            known = ", ".join(self.prompts) or "none"
+        if name is not None and name not in self.known:
+            known = ", ".join(self.known) or "none"
             raise InputError(f"prompt {name!r} is not one of this model's: it has {known}")
-        return "" if name is None else self.prompts[name]
+        return "" if name is None else self.known[name]
 
     def read(self, text: str) -> str:
         """Return what the tokenizer gets of a text with its prompt."""
@@ -423,12 +428,12 @@ def _of_tokens(
         kinds.count("Transformer") != 1 or kinds[0] != "Transformer",
         f"{path} lists {', '.join(kinds)}: supported is one Transformer, then others",
     )
-    own = {"query": "", "document": ""} | dict(how.prompts)
+    own = dict(how.prompts)
     if pylate:
         layers = [_of_pylate(kind, place) for kind, place in parts if kind in LAYERS]
         late = read_pylate(named, path.with_name(PROMPTS))
-        # Its text may begin with the marker too.
-        own |= {role: own[role].removeprefix(marker) for role, marker in late.markers.items()}
+        for role, marker in late.markers.items():  # with which its text may begin too
+            own |= {role: own[role].removeprefix(marker)} if role in own else {}
         if not layers or layers[-1].kind != "Normalize":
             layers.append(VectorLayer("Normalize"))
     else:
@@ -462,7 +467,7 @@ def _stanford(folder: Path, config: ModelConfig) -> Sentences:
         "Dense", {**size, "activation_function": "torch.nn.Identity"}, {"linear.weight": weight}
     )
     late = read_stanford(read_json_if_any(folder / METADATA), folder / METADATA)
-    how = Sentences(normalise=True, prompts={"query": "", "document": ""}, layers=(dense,), late=late)
+    how = Sentences(normalise=True, layers=(dense,), late=late)
     how.width(config.d_model)
     return how
 

@@ -198,11 +198,12 @@ class Embed(Task):
         if loaded.sentences is None:
             loaded.sentences = Sentences("mean", normalise=True)
         how = loaded.sentences
-        kind = {"sparse": "a sparse vector (SPLADE)", "tokens": "a vector for each token (ColBERT)"}
+        kinds = {"sparse": "a sparse vector (SPLADE)", "tokens": "a vector for each token (ColBERT)"}
+        kind = kinds.get(how.kind)
         refuse(
-            how.kind != "dense",
-            f"{loaded.folder} makes {kind.get(how.kind)} of a text, and training makes one: start from "
-            "another encoder, or remove modules.json",
+            kind,
+            f"{loaded.folder} makes {kind} of a text, and the task embed is of one vector: take another "
+            "encoder, or a copy of the directory without the files of these vectors",
         )
         extra = [*([how.pooling] if how.pooling not in POOLED else []), *(layer.kind for layer in how.layers)]
         refuse(
