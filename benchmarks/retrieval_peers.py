@@ -32,8 +32,9 @@ from benchmarks.retrieval import Clock, WordVectors, cranfield, judge, quality, 
 from sentence_transformers import SentenceTransformer
 
 import clearhead as ch
-from clearhead.labs.retrieval.index import Index, build_index, embedded
+from clearhead.labs.retrieval.index import Index, build_index
 from clearhead.labs.retrieval.ranking import nearest_rows
+from clearhead.labs.retrieval.stores import embedded
 
 try:
     import faiss

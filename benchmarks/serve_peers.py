@@ -27,7 +27,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 import clearhead as ch
-from clearhead.learn.tasks import reading
 from clearhead.run.serve.engine import ServeEngine
 
 # serve_peers ----------------------------------------------------------------------------------------------
@@ -305,7 +304,7 @@ def run_serve_embeddings() -> None:
     engine = ServeEngine(m)
 
     def through_engine() -> np.ndarray:
-        one = engine.read(texts, reading.embed)
+        one = engine.read(texts, vectors.embed)
         while engine.busy:
             engine.step()
         return torch.stack(one.wait(0)).numpy()

@@ -9,7 +9,7 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import BusyError, InputError
-from clearhead.learn.tasks import reading
+from clearhead.learn.tasks import reading, vectors
 from clearhead.run.generate.speculate import RowPrice
 from clearhead.run.kernels import library
 from clearhead.run.serve.decode_runner import CudaGraphRunner
@@ -226,7 +226,7 @@ def test_requests_that_read_take_turns_with_those_that_write(enabled, byte_token
     texts = ["a", "two words", "a longer text than the others " * 2]
 
     def embed(bundle, every):
-        return reading.embed(bundle, every)
+        return vectors.embed(bundle, every)
 
     with products(enabled):
         exact = engine.exact
@@ -248,7 +248,7 @@ def test_many_texts_are_read_in_portions_between_which_others_get_their_turn(byt
 
     def embed(bundle, every):
         calls.append(every)
-        return reading.embed(bundle, every)
+        return vectors.embed(bundle, every)
 
     texts = [f"text {number}" for number in range(150)]
     many, few = engine.read(texts, embed), engine.read(["one"], embed)

@@ -85,7 +85,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "tag": Command("tag each word of a text, and find the spans", "commands.use:tag"),
         "fill": Command("fill in the masked words of a text", "commands.use:fill"),
         "answer": Command("find the answer to a question in a text", "commands.retrieve:answer"),
-        "embed": Command("embed a text or an image as one vector", "commands.use:embed"),
+        "embed": Command("embed a text or an image as a vector", "commands.use:embed"),
         "rerank": Command(
             "rerank texts by how well they answer a query",
             "commands.retrieve:rerank",

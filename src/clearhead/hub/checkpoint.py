@@ -64,6 +64,7 @@ class Description:
     kind: str  # the model_type of its architecture
     carried: Mapping[str, Entry] = field(default_factory=dict)  # tensors of other heads in the file
     stored: Architecture | None = None  # the rules of a file in another layout: GGUF
+    apart: tuple[str, ...] = ()  # tensors of the file that are no part of the Transformer
 
     @property
     def architecture(self) -> Architecture:
@@ -87,6 +88,8 @@ def describe(folder: Path) -> Description:
             f"the run in {folder} is not finished: {use}go on with clearhead train --resume {folder}"
         )
     theirs = read_json(folder / "config.json")
+    if sentences.STANFORD in (theirs.get("architectures") or ()):
+        return _stanford(theirs)
     if SECTION not in theirs and not (theirs.get("model_type") and theirs.get("architectures")):
         theirs = _recognise(folder, theirs)
     section = theirs.get(SECTION)
@@ -103,6 +106,17 @@ def describe(folder: Path) -> Description:
         return Description(theirs, config, architecture.model_type)
     except ConfigError as error:
         raise CheckpointError(f"{folder / 'config.json'}: {error}") from None
+
+
+def _stanford(theirs: dict[str, Any]) -> Description:
+    """Return the base model of a ColBERT of Stanford; its layer on each token is read with its settings."""
+    architecture = architecture_of(theirs)
+    base = next((name for name in architecture.classes if name.endswith("Model")), None)
+    refuse(
+        base is None, f"config.json names {sentences.STANFORD}, and {architecture.model_type} is no encoder"
+    )
+    theirs = {**theirs, "architectures": [base]}
+    return Description(theirs, architecture.read(theirs), architecture.model_type, apart=(sentences.LINEAR,))
 
 
 def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
@@ -329,7 +343,7 @@ def _fill(
     if packed is not None:
         packed.install(model)
     chosen: dict[str, Rule] = {}
-    unused = set(entries)
+    unused = {*entries} - {*description.apart}
     for rule in matching_rules(model, architecture):
         if rule.theirs in entries:
             unused.discard(rule.theirs)
@@ -507,7 +521,7 @@ def read_tokenizer_and_settings(
         "special": special_ids(its_tokenizer, settings, generation, description.theirs),
         "settings": settings,
         "labels": class_labels(description),
-        "sentences": sentences.read_sentences(folder, description.config.d_model),
+        "sentences": sentences.read_sentences(folder, description.config),
         "images": preprocessor.read_preprocessor(folder),
     }
 

@@ -338,6 +338,11 @@ def export(m: Bundle, path: str | Path, cache: bool = False) -> Exported:
     )
     how = m.sentences
     refuse(
+        how is not None and how.kind != "dense",
+        "this model makes a sparse vector, or one for each token, and a graph of it would not: write that of "
+        "its Transformer, from a copy of the directory without modules.json",
+    )
+    refuse(
         how is not None and how.prompts and not how.pools_prompt,
         "this model leaves its prompt out of the pooling (include_prompt), which a graph cannot know of",
     )

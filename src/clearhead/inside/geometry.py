@@ -33,7 +33,7 @@ from clearhead.inside.alignments import positions
 from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare, prepare_first
 from clearhead.inside.names import states
 from clearhead.inside.results import Floats, Result, on_cpu
-from clearhead.learn.tasks.reading import embed
+from clearhead.learn.tasks.vectors import likeness
 from clearhead.run.api import Model
 
 Table = Literal["input", "output"]
@@ -354,9 +354,8 @@ class Similarity(Result):
 def similarity(m: AnyModel, text: str, other: str) -> Similarity:
     """Return how alike two texts are to a model that embeds texts; each is read by itself."""
     m = as_model(m)
-    vectors = nnf.normalize(embed(m, [text, other]).double(), dim=-1)
     read = [prepare(m, read_text) for read_text in (text, other)]
     hidden = [prepared.record("hidden", logits="none")[0].hidden[0] for prepared in read]
     first, second = (nnf.normalize(x.double().cpu(), dim=-1) for x in hidden)
     labels = (read[0].tokens.labels, read[1].tokens.labels)
-    return Similarity(float(vectors[0] @ vectors[1]), labels, (first @ second.T).float())
+    return Similarity(likeness(m, text, other), labels, (first @ second.T).float())

@@ -13,7 +13,7 @@ from clearhead.hub import checkpoint, peft
 from clearhead.hub.checkpoint import local_or_downloaded, read_tokenizer_and_settings
 from clearhead.hub.preprocessor import Image
 from clearhead.hub.towers import has_towers, load_towers
-from clearhead.learn.tasks import generation, reading, results, speech, towers
+from clearhead.learn.tasks import generation, reading, results, speech, towers, vectors
 from clearhead.learn.tasks.generation import (
     Cancel,
     GenerateOptions,
@@ -214,8 +214,12 @@ class Model(Bundle):
     def rerank(
         self, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
     ) -> list[results.Ranked]:
-        """Return the texts, best answers first, `top` at most: by a classifier of one class or by vectors."""
-        return reading.rerank(self, query, texts, top, batch_size)
+        """Return the texts, best answers first, `top` at most.
+
+        A classifier of one class reads the query with each text. Vectors are compared by their cosine, sparse
+        ones by their dot product, and those of tokens by MaxSim.
+        """
+        return vectors.rerank(self, query, texts, top, batch_size)
 
     @overload
     def tag(self, text: str | list[str], batch_size: int = ...) -> Tags: ...
@@ -271,7 +275,7 @@ class Model(Bundle):
             return reading.answer(self, [question], [context], **options)[0]
         return reading.answer(self, question, context, **options)
 
-    def embed(self, texts: Any, batch_size: int | None = None, prompt: str | None = None) -> Tensor:
+    def embed(self, texts: Any, batch_size: int | None = None, prompt: str | None = None) -> Tensor | Any:
         """Return one vector for each text, in the order given: N texts -> [N, D].
 
         The states of a text's tokens are pooled as the directory says (sentence-transformers' modules.json),
@@ -279,12 +283,16 @@ class Model(Bundle):
         prompts, to be put before each text in place of its usual one. Two towers embed texts and images, as
         `pathlib` paths, arrays or tensors, side by side in one space, as vectors of length one. `batch_size`
         texts run at a time at most; None: as the device reads them fastest.
+
+        A model of sparse vectors (SPLADE) gives a list of `SparseVector`, and one of late interaction
+        (ColBERT) a list of matrices [tokens, D]. `prompt` "query" makes a query of each text; without one,
+        ColBERT makes a document of it.
         """
         single = isinstance(texts, Image) and getattr(texts, "ndim", 3) < 4
         given: list[Any] = [texts] if single else list(texts)
         if self.towers is not None and prompt is None:
             return towers.embed(self, given, batch_size)
-        return reading.embed(self, given, batch_size, prompt)
+        return vectors.embed(self, given, batch_size, prompt)
 
     @overload
     def transcribe(

@@ -36,7 +36,8 @@ def index(
 ) -> View:
     """Index the passages of files, to search them by meaning and by words.
 
-    Given again, the command embeds only what has changed. It may be stopped at any moment.
+    The embedder makes one vector of a passage, a sparse one (SPLADE), or one for each token (ColBERT). Given
+    again, the command embeds only what has changed. It may be stopped at any moment.
 
     Args:
         files (FILE): files and folders of text or .jsonl, .gz as well; none: those of the index
@@ -61,6 +62,7 @@ def index(
         "index": str(out),
         "files": len(sources),
         "passages": len(built),
+        "vectors": built.kind,
         "model": built.manifest["model"],
     }
     return View(body, [f"{out}: {len(built):,} passages of {len(sources):,} files"])
@@ -216,7 +218,7 @@ def rerank(
     top: int | None = None,
     batch_size: int = 32,
 ) -> View:
-    """Put the texts first that answer a query best, by a cross-encoder or by vectors.
+    """Put the texts first that answer a query best, by a cross-encoder or by vectors of any kind.
 
     Args:
         query (QUERY): what the texts are to answer

@@ -14,8 +14,10 @@ from clearhead.app.commands.retrieve import Passages, Retrieve, cite, reader
 from clearhead.app.commands.texts import USUAL, Options, Text, together
 from clearhead.app.report import class_table, fill_table, score_table, tag_table
 from clearhead.errors import refuse
+from clearhead.hub.retrievers import SparseVector
 from clearhead.labs.retrieval.passages import before_prompt
 from clearhead.learn.tasks.results import Candidate, Generation
+from clearhead.run.api import Model
 from clearhead.run.generate.request import make_request
 
 PairText = Annotated[str | None, option("the second text, for a model of pairs; in JSON lines: pair")]
@@ -293,15 +295,16 @@ def embed(
     images: bool = False,
     options: Options = USUAL,
 ) -> None:
-    """Turn a text, or an image, into one vector.
+    """Turn a text, or an image, into a vector; of SPLADE a sparse one, of ColBERT one for each token.
 
     Args:
-        prompt: the name of the model's prompt to put before each text
+        prompt: the name of the model's prompt to put before each text; of ColBERT: query or document
         images: the texts are image files, for a model of two towers
 
     For example:
       clearhead embed my-model/ "A quiet town by the river."
       clearhead embed my-clip/ photo.png --images
+      clearhead embed my-splade/ "A quiet town by the river." --prompt query
       clearhead embed my-model/ --file sentences.txt --output vectors.npy
       clearhead embed my-model/ --file sentences.txt --json --output vectors.jsonl
     """
@@ -310,17 +313,47 @@ def embed(
         from clearhead.learn.tasks.towers import towers_of
 
         towers_of(model, "embed --images")
-    read = Path if images else str
+    read, dense = Path if images else str, model.sentences is None or model.sentences.kind == "dense"
+    output, apart = options.output, "\n" if text in (None, "-") else ""
+    refuse(
+        not dense and output is not None and output.suffix == ".npy",
+        f"--output {output}: a .npy file holds one vector for each text, and this model makes "
+        "others: use --json",
+    )
+
+    def compute(batch: list[dict[str, Any]]) -> list[Any]:
+        found = model.embed([read(name) for name in _texts(batch)], options.batch_size, prompt)
+        return list(found.tolist() if dense else (_spelled_out(model, vector) for vector in found))
+
     options.run(
         {"text": text},
-        compute=lambda batch: model.embed(
-            [read(name) for name in _texts(batch)], options.batch_size, prompt
-        ).tolist(),
+        compute,
         body=lambda fields, result: {**fields, "embedding": result},
-        line=lambda fields, result: " ".join(f"{value:.6g}" for value in result),
-        array=True,
+        line=lambda fields, result: _row(result) if dense else _rows(result) + apart,
+        array=dense,
         of_file=options.batch_size or 1024,
     )
+
+
+def _spelled_out(model: Model, vector: Any) -> dict[str, Any] | list[list[float]]:
+    """Return a sparse vector, or the vectors of tokens, as JSON has them."""
+    if not isinstance(vector, SparseVector):
+        return cast(list[list[float]], vector.tolist())
+    ids = vector.ids.tolist()
+    tokens = [str(model.text_tokenizer.id_to_token(token)) for token in ids]
+    return {"indices": ids, "values": vector.weights.tolist(), "tokens": tokens}
+
+
+def _row(numbers: list[float]) -> str:
+    return " ".join(f"{value:.6g}" for value in numbers)
+
+
+def _rows(vector: dict[str, Any] | list[list[float]]) -> str:
+    """Return the weights of a sparse vector, the largest first, or a line for the vector of each token."""
+    if isinstance(vector, list):
+        return "\n".join(map(_row, vector))
+    pairs = sorted(zip(vector["values"], vector["tokens"]), key=lambda pair: -pair[0])
+    return "\n".join(f"{weight:.4f}\t{token}" for weight, token in pairs)
 
 
 def _texts(batch: list[dict[str, Any]], name: str = "text") -> list[str]:

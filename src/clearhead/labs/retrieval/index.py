@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from safetensors.numpy import load, save
 
 from clearhead.errors import CheckpointError, InputError, refuse, refuse_unknown, refusing
 from clearhead.hub.files import locked_folder, read_json, write_bytes, write_text
+from clearhead.hub.sentences import Kind
 from clearhead.labs.retrieval.passages import (
     WORDS,
     Hit,
@@ -35,6 +36,7 @@ from clearhead.labs.retrieval.passages import (
     read_passages,
 )
 from clearhead.labs.retrieval.ranking import (
+    TINY,
     Postings,
     best,
     bm25,
@@ -42,10 +44,25 @@ from clearhead.labs.retrieval.ranking import (
     hnsw_library,
     join,
     make_hnsw,
-    nearest_rows,
     post,
     read_hnsw,
     search_hnsw,
+)
+from clearhead.labs.retrieval.stores import (
+    Arrays,
+    DenseStore,
+    SparseStore,
+    Store,
+    TokenStore,
+    Vectors,
+    alike,
+    arrays_of,
+    embedded,
+    kind_of,
+    most_tokens,
+    probes_of,
+    spelled_out,
+    token_counts,
 )
 from clearhead.run.api import Model
 from clearhead.run.api import load as load_model
@@ -54,24 +71,26 @@ MANIFEST, VERSION = "index.json", 1
 BLOCK = 1024  # passages of a part
 PROBES = ("A quiet town by the river.", "Do 17 proteins fold within 3.5 seconds?")
 AGREE = 1e-3  # between vectors of length one that the same embedder made on different machines
-TINY = 1e-30  # below every score of BM25 that is not 0
 DEPTH = 100  # of fusing two rankings: passages of each
-PROMPTS = {"query": ("query",), "passage": ("passage", "document")}  # names of prompts, by what is embedded
 By = Literal["meaning", "words", "both"]
 Nearest = Literal["exact", "hnsw"]
 OnPassages = Callable[[str, int, int], None]
 PARTS = "parts"  # their folder
-Vectors = NDArray[np.float32]
 
 
 @dataclass(frozen=True)
 class IndexPart:
     """A block of passages, read from its file."""
 
-    vectors: Vectors  # N D, of length one
+    arrays: Arrays  # of vectors, as a store has them
     postings: Postings
     rows: bytes  # a JSON object a line: text, line, name
     ends: NDArray[np.int64]  # N, where each ends
+
+    @property
+    def vectors(self) -> Vectors:
+        """The vectors of the passages [N, D], of length one, where each has one."""
+        return self.arrays["vectors"]
 
     def passage(self, number: int, file: str) -> IndexedPassage:
         """Return one passage."""
@@ -95,8 +114,9 @@ def read_entry(folder: Path, entry: dict[str, Any]) -> bytes:
 def read_part(folder: Path, entry: dict[str, Any]) -> IndexPart:
     """Return a part that the manifest names."""
     arrays = load(read_entry(folder, entry))
-    postings = Postings(*(arrays[f"postings.{key}"] for key in Postings._fields))
-    return IndexPart(arrays["vectors"], postings, arrays["rows"].tobytes(), arrays["ends"])
+    postings = Postings(*(arrays.pop(f"postings.{key}") for key in Postings._fields))
+    rows, ends = arrays.pop("rows").tobytes(), arrays.pop("ends")
+    return IndexPart(arrays, postings, rows, ends)
 
 
 class Index:
@@ -143,23 +163,41 @@ class Index:
         return self._read[0]
 
     @property
+    def kind(self) -> Kind:
+        """What a passage has: one vector (dense), a sparse one (sparse), or one of each token (tokens)."""
+        kind: Kind = self.manifest.get("kind", "dense")
+        return kind
+
+    @property
     def vectors(self) -> Vectors:
-        """The vectors of all passages [N, D]; those of a part are a view of it."""
+        """The vectors of all passages [N, D], where each has one; those of a part are a view of it."""
+        store = self.store
+        refuse(not isinstance(store, DenseStore), f"{self.folder} has no one vector of each passage")
+        return cast(DenseStore, store).vectors
+
+    @property
+    def store(self) -> Store:
+        """The vectors of all passages."""
         return self._read[1]
 
     @cached_property
-    def _read(self) -> tuple[list[tuple[str, IndexPart]], Vectors]:
+    def _read(self) -> tuple[list[tuple[str, IndexPart]], Store]:
         entries = [(source["file"], part) for source in self.manifest["sources"] for part in source["parts"]]
-        vectors = np.empty((len(self), len(self.manifest["probes"][0])), np.float32)
-        parts, start = list[tuple[str, IndexPart]](), 0
+        store, parts = self._new_store([entry for _, entry in entries]), list[tuple[str, IndexPart]]()
         for file, entry in entries:
             part = read_part(self.folder, entry)
-            mine = vectors[start : start + entry["passages"]]
             with refusing(f"{self.folder / MANIFEST} does not fit its parts: make the index again"):
-                mine[:] = part.vectors
-            parts.append((file, replace(part, vectors=mine)))
-            start += len(mine)
-        return parts, vectors
+                parts.append((file, replace(part, arrays=store.add(part.arrays))))
+        return parts, store
+
+    def _new_store(self, entries: Sequence[dict[str, Any]]) -> Store:
+        """Return a store without vectors yet."""
+        if self.kind == "sparse":
+            return SparseStore()
+        width = spelled_out(self.manifest["probes"][0], 0).shape[-1]
+        if self.kind == "tokens":
+            return TokenStore(sum(entry["tokens"] for entry in entries), width)
+        return DenseStore(len(self), width)
 
     @cached_property
     def graph(self) -> Any:
@@ -186,9 +224,9 @@ class Index:
     def rank(self, queries: Sequence[str], k: int = 10, by: By = "both") -> list[dict[int, float]]:
         """Return the numbers of the k nearest passages of each query with their scores, best first.
 
-        `by` is "meaning" (cosine of the embedder's vectors; every passage is compared, or those that a graph
-        proposes), "words" (BM25), or "both", which sums the reciprocal ranks of the two. No text is read:
-        `passage` does that.
+        `by` is "meaning" (cosine of the embedder's vectors, dot product of sparse ones, MaxSim of those of
+        tokens; every passage is compared, or those that a graph proposes), "words" (BM25), or "both", which
+        sums the reciprocal ranks of the two. No text is read: `passage` does that.
         """
         refuse(k < 1, f"k {k} must be 1 or more")
         refuse_unknown("by", by, get_args(By))
@@ -222,16 +260,7 @@ class Index:
             proposed = zip(vectors, search_hnsw(self.graph, vectors, k))
             exact = ((rows, best(self.vectors[rows] @ row, k)) for row, rows in proposed)
             return [{rows[at]: score for at, score in scores.items()} for rows, scores in exact]
-        return nearest_rows(vectors, self.vectors, k)
-
-
-def embedded(model: Model, texts: Sequence[str], side: Literal["query", "passage"]) -> Vectors:
-    """Return vectors of length one [N, D]; a model with prompts for queries and passages gets them."""
-    known = model.sentences.prompts if model.sentences is not None else {}
-    prompt = next((name for name in PROMPTS[side] if name in known), None)
-    vectors = model.embed(list(texts), prompt=prompt).numpy()
-    unit: Vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-    return unit
+        return self.store.nearest(vectors, k)
 
 
 # Building ---------------------------------------------------------------------------------------------------
@@ -278,6 +307,10 @@ def build_index(
             model = load_model(before["model"])
         if before:
             _fitting(model, before, folder)
+        refuse(
+            nearest == "hnsw" and kind_of(model) != "dense",
+            "a graph (hnsw) is for one vector of each passage, and this embedder makes others: leave it out",
+        )
         words = words or before.get("words")
         read = list(_read_all(find_files(named_files), words, skip, folder, model))
         total, done, sources = sum(len(passages) for _, passages in read), 0, []
@@ -287,7 +320,7 @@ def build_index(
         for source, passages in read:
             parts = []
             for start in range(0, len(passages), BLOCK):
-                parts.append(_part(folder, model, manifest["embedder"], passages[start : start + BLOCK]))
+                parts.append(_part(folder, model, manifest, passages[start : start + BLOCK]))
                 done += parts[-1]["passages"]
                 on_passages("embedding", done, total)
             sources.append({**asdict(source), "parts": parts})
@@ -306,9 +339,16 @@ def build_index(
 def _empty(folder: Path, model: Model, words: int | None) -> dict[str, Any]:
     """Write the manifest of an index that is still to be built, which says by whom; return it."""
     probes = embedded(model, PROBES, "passage")
-    name = hashlib.sha256(probes.tobytes()).hexdigest()[:16]
-    place = str(model.folder.resolve()) if model.folder is not None else ""
-    facts = {"version": VERSION, "model": place, "embedder": name, "probes": probes.tolist(), "words": words}
+    stated = probes_of(probes)
+    numbers = b"".join(spelled_out(probe, 0).tobytes() for probe in stated)
+    facts = {
+        "version": VERSION,
+        "model": str(model.folder.resolve()) if model.folder is not None else "",
+        "kind": kind_of(model),
+        "embedder": hashlib.sha256(numbers).hexdigest()[:16],
+        "probes": stated,
+        "words": words,
+    }
     manifest = {**facts, "given": [], "sources": [], "complete": False}
     write_text(folder / MANIFEST, json.dumps(manifest))
     return manifest
@@ -331,10 +371,11 @@ def _read_all(
 
 def _halved(model: Model, passages: Sequence[IndexedPassage]) -> list[IndexedPassage]:
     """Return passages that the embedder reads whole: longer ones are cut in halves, as often as it takes."""
-    halved, lengths = list[IndexedPassage](), _lengths(model, [passage.text for passage in passages])
+    halved, lengths = list[IndexedPassage](), token_counts(model, [passage.text for passage in passages])
+    most = most_tokens(model)
     for passage, length in zip(passages, lengths):
         words = passage.text.split()
-        if length <= model.max_length or len(words) == 1:
+        if length <= most or len(words) == 1:
             halved.append(passage)
         else:
             middle = (len(words) + 1) // 2
@@ -343,44 +384,42 @@ def _halved(model: Model, passages: Sequence[IndexedPassage]) -> list[IndexedPas
     return halved
 
 
-def _lengths(model: Model, texts: Sequence[str]) -> list[int]:
-    """Return how many tokens each passage has for the embedder, its prompt and special tokens included."""
-    prompts = model.sentences.prompts if model.sentences is not None else {}
-    before = prompts.get(next((name for name in PROMPTS["passage"] if name in prompts), ""), "")
-    return [len(ids) for ids in model.encode([before + text for text in texts])]
-
-
 def _tell_cut(model: Model, texts: Sequence[str], words: int | None) -> None:
     """Warn of passages whose end the embedder does not read."""
-    cut = sum(length > model.max_length for length in _lengths(model, texts))
+    most = most_tokens(model)
+    cut = sum(length > most for length in token_counts(model, texts))
     if cut:
         way_out = "leave --words out, or give fewer" if words is not None else "write shorter ones"
         warnings.warn(
-            f"{cut:,} of {len(texts):,} passages have more than the {model.max_length:,} tokens that the "
+            f"{cut:,} of {len(texts):,} passages have more than the {most:,} tokens that the "
             f"embedder reads, and their end is found by words alone: {way_out}",
             stacklevel=3,
         )
 
 
-def _part(folder: Path, model: Model, embedder: str, passages: Sequence[IndexedPassage]) -> dict[str, Any]:
+def _part(
+    folder: Path, model: Model, manifest: dict[str, Any], passages: Sequence[IndexedPassage]
+) -> dict[str, Any]:
     """Write the part of some passages, where it is not there yet; return its entry in the manifest."""
     rows = [
         json.dumps({"text": passage.text, "line": passage.line, "name": passage.name}).encode() + b"\n"
         for passage in passages
     ]
-    blob = b"".join(rows)
-    name = hashlib.sha256(embedder.encode() + blob).hexdigest()[:24] + ".safetensors"
+    blob, kind = b"".join(rows), kind_of(model)
+    name = hashlib.sha256(manifest["embedder"].encode() + blob).hexdigest()[:24] + ".safetensors"
     path = folder / PARTS / name
     if not path.exists():
         texts = [passage.text for passage in passages]
         arrays = {
-            "vectors": embedded(model, texts, "passage"),
+            **arrays_of(embedded(model, texts, "passage"), kind),
             **{f"postings.{key}": value for key, value in post(texts)._asdict().items()},
             "rows": np.frombuffer(blob, np.uint8),
             "ends": np.cumsum([len(row) for row in rows]),
         }
         write_bytes(path, save(arrays))
-    return {"name": name, "passages": len(passages), "checksum": zlib.crc32(path.read_bytes())}
+    raw = path.read_bytes()
+    tokens = {"tokens": len(load(raw)["vectors"])} if kind == "tokens" else {}
+    return {"name": name, "passages": len(passages), **tokens, "checksum": zlib.crc32(raw)}
 
 
 def _graph(folder: Path, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -414,10 +453,9 @@ def _source(entry: dict[str, Any]) -> IndexedFile:
 
 def _fitting(model: Model, manifest: dict[str, Any], folder: Path) -> Model:
     """Return the embedder, or refuse one that gives other vectors than the index has."""
-    stored, own = np.array(manifest["probes"], np.float32), embedded(model, PROBES, "passage")
-    other = stored.shape != own.shape or float(np.abs(stored - own).max()) > AGREE
+    same_kind = manifest.get("kind", "dense") == kind_of(model)
     refuse(
-        other,
+        not same_kind or not alike(manifest["probes"], embedded(model, PROBES, "passage"), AGREE),
         f"{model.folder} embeds otherwise than the model that made {folder}, {manifest['model']}: "
         "use that one, or make the index again in another folder",
     )

@@ -34,7 +34,7 @@ class IndexedPassage:
 
 @dataclass(frozen=True)
 class Hit:
-    """A passage that was found, and how well it fits: cosine, BM25, or the sum of 1 / (60 + rank)."""
+    """A passage that was found, and its score: of vectors, BM25, or the sum of 1 / (60 + rank)."""
 
     passage: IndexedPassage
     score: float

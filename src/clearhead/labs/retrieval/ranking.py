@@ -1,4 +1,4 @@
-"""Ranking of passages: by the words they share with a query (BM25), by near vectors, by both.
+"""Ranking of passages: by the words they share with a query (BM25), by their vectors, by both.
 
 A posting is a word, as 64 bits of its hash, a passage that has it, and how often. Postings are sorted by
 word, so that those of one word are one slice. A query's vector is compared with all, or with
@@ -26,16 +26,16 @@ K1, B = 0.9, 0.4  # how soon repetition stops to count, and how much length does
 
 
 class Postings(NamedTuple):
-    """The words of some passages."""
+    """The words of some passages; or the tokens of the vocabulary that they have a weight of."""
 
-    words: NDArray[np.uint64]  # P, sorted
+    words: NDArray[np.uint64 | np.uint32]  # P, sorted; hashes of words, or ids of tokens
     rows: NDArray[np.int32]  # P, numbers of passages
-    counts: NDArray[np.int32]  # P
+    counts: NDArray[np.int32 | np.float32]  # P; or weights
     lengths: NDArray[np.int32]  # N, words of each passage
 
     def of(self, word: int) -> slice:
         """Return where the postings of a word are."""
-        value = np.uint64(word)
+        value = self.words.dtype.type(word)
         return slice(*(int(np.searchsorted(self.words, value, side)) for side in ("left", "right")))
 
 
@@ -90,11 +90,21 @@ def bm25(postings: Postings, query: str) -> NDArray[np.float64]:
     return scores
 
 
+def dot_products(postings: Postings, tokens: Sequence[int], weights: Sequence[float]) -> NDArray[np.float64]:
+    """Return the dot product of a sparse vector with that of every passage: [N]."""
+    scores = np.zeros(len(postings.lengths))
+    for token, weight in zip(tokens, weights):
+        place = postings.of(token)
+        scores[postings.rows[place]] += np.float64(weight) * postings.counts[place]
+    return scores
+
+
 # Vectors --------------------------------------------------------------------------------------------------
 
 
 FUSED = 60  # added to a rank before its reciprocal is summed
 SCORES = 2**24  # that are in memory at a time
+TINY = 1e-30  # below every score of BM25, and dot product of weights, that is not 0
 
 
 def best(scores: NDArray[Any], k: int, lowest: float = -np.inf) -> dict[int, float]:

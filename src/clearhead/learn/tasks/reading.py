@@ -1,4 +1,4 @@
-"""Tasks that read: the class of a text or image, tags, tokens for masks, answers in a context, vectors.
+"""Tasks that read: the class of a text or image, tags, tokens for masks, answers in a context.
 
 Shapes: B batch, T length, C classes, D model.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 from clearhead.core.config.fields import HeadName
 from clearhead.core.transformer import Output
 from clearhead.errors import InputError, refuse
-from clearhead.hub import preprocessor, sentences
-from clearhead.hub.tokenizer import encoding_of, truncation_side, windows
+from clearhead.hub import preprocessor
+from clearhead.hub.tokenizer import encoding_of, windows
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.batches.ragged import Rows, for_device, padded, real_tokens
 from clearhead.learn.data.conll import Tagging, by_labels
@@ -24,7 +24,6 @@ from clearhead.learn.tasks.results import (
     Candidate,
     Classification,
     Generation,
-    Ranked,
     Span,
     Tags,
     Word,
@@ -70,9 +69,17 @@ def fitting(m: Bundle) -> str:
 
 @torch.inference_mode()
 def outputs_of(
-    m: Bundle, rows: Rows, types: Rows, batch_size: int | None, logits: str
+    m: Bundle,
+    rows: Rows,
+    types: Rows,
+    batch_size: int | None,
+    logits: str,
+    seen: Sequence[int] | None = None,
 ) -> Iterator[tuple[list[int], Output, Tensor]]:
-    """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T]."""
+    """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T].
+
+    `seen`: how many tokens of each row, the first ones, may be attended to; None: all.
+    """
     refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
     device, typed = next(m.model.parameters()).device, types and m.config.n_types > 1
     model = m.engine.reader()
@@ -81,8 +88,13 @@ def outputs_of(
         ids, mask = padded(some, m.special.get("pad", 0)).to(device), real_tokens(some).to(device)
         whole = len({*map(len, some)}) == 1  # nothing is padded, so attention needs no mask
         more = {"types": padded([types[place] for place in numbers]).to(device)} if typed else {}
+        keys = None if whole else mask
+        if seen is not None:
+            slots = torch.arange(ids.shape[1], device=device)
+            keys = slots < torch.tensor([[max(1, seen[place])] for place in numbers], device=device)
+            more["positions"] = slots.expand_as(ids)
         with evaluating(model):
-            output = model(ids, None if whole else mask, logits=logits, **more)
+            output = model(ids, keys, logits=logits, **more)
         yield numbers, output, mask
 
 
@@ -95,59 +107,6 @@ def logits_of(m: Bundle, rows: Sequence[Encoding], batch_size: int) -> list[Tens
         for place, row in zip(numbers, logits):
             results[place] = row if logits.ndim == 2 else row[: len(ids[place])]
     return results
-
-
-def embed(
-    m: Bundle, texts: Sequence[str], batch_size: int | None = None, prompt: str | None = None
-) -> Tensor:
-    """Return one vector for each text, [N, D]; see `Model.embed`."""
-    return embed_counted(m, texts, batch_size, prompt)[0]
-
-
-@torch.inference_mode()
-def embed_counted(
-    m: Bundle, texts: Sequence[str | list[int]], batch_size: int | None = None, prompt: str | None = None
-) -> tuple[Tensor, list[int]]:
-    """Return one vector for each text, [N, D], and how many tokens were read of each."""
-    check_head(m, "embed")
-    how = m.sentences or sentences.Sentences(normalise=m.config.head == "embedding" and m.config.normalise)
-    refuse(
-        prompt is not None and m.sentences is None,
-        f"prompt {prompt!r} was asked for, and this model has no prompts (config_sentence_transformers.json)",
-    )
-    before, rows = how.before(prompt), rows_of(m, texts, prompt)
-    skipped = 0 if how.pools_prompt or not before else _prompt_length(m, how.read(before))
-    order, pooled = list[int](), list[Tensor]()
-    for numbers, output, mask in outputs_of(m, rows, (), batch_size, "none"):
-        order += numbers
-        counted = mask & (torch.arange(mask.shape[1], device=mask.device) >= skipped)
-        pooled.append(how.vectors(output.hidden, counted).float())  # B D
-    vectors = torch.empty(len(rows), how.width(m.config.d_model))
-    if pooled:
-        vectors[order] = torch.cat(pooled).cpu()  # brought from the device once, since each time waits for it
-    return vectors, [len(row) for row in rows]
-
-
-def rows_of(
-    m: Bundle, texts: Sequence[str | list[int]], prompt: str | None = None, cut: bool = True
-) -> list[list[int]]:
-    """Return the tokens of texts to be embedded, with the prompt before them; `cut`: those that are read.
-
-    A list of token ids is taken as it is.
-    """
-    how, most = m.sentences or sentences.Sentences(), m.max_length if cut else None
-    before, written = how.before(prompt), [text for text in texts if isinstance(text, str)]
-    encoded = iter(m.encode([how.read(before + text) for text in written], most) if written else ())
-    first = slice(-most, None) if most and truncation_side(m.settings) == "left" else slice(most)
-    return [next(encoded) if isinstance(text, str) else m.prompt_ids(text)[first] for text in texts]
-
-
-def _prompt_length(m: Bundle, prompt: str) -> int:
-    """Return how many tokens a prompt has at the beginning of a text; a special one that ends it is none."""
-    (ids,) = m.encode([prompt], m.max_length)
-    known = m.text_tokenizer.get_added_tokens_decoder()
-    special = {*m.special.values(), *(token for token, added in known.items() if added.special)}
-    return len(ids) - (bool(ids) and ids[-1] in special)
 
 
 # Classes ---------------------------------------------------------------------------------------------------
@@ -405,41 +364,3 @@ def best_of_each(
 def unwrapped(results: list[Result], single: bool) -> Result | list[Result]:
     """Return the only result of one input, or the list of several."""
     return results[0] if single else results
-
-
-# Reranking --------------------------------------------------------------------------------------------------
-
-
-def reads_pairs(m: Bundle) -> bool:
-    """Return whether the model reads query and text together; refuse a classifier of several classes."""
-    pairs = m.config.head == "classifier"
-    refuse(
-        pairs and m.config.n_classes != 1,
-        f"this model tells {m.config.n_classes} classes apart: one that reranks has one",
-    )
-    return pairs
-
-
-def rerank(
-    m: Bundle, query: str, texts: Sequence[str], top: int | None = None, batch_size: int = 32
-) -> list[Ranked]:
-    """Return the texts with their scores, the best first; see `Model.rerank`."""
-    refuse(not isinstance(query, str), f"rerank was given the query {query!r:.60}: it takes one text")
-    refuse(isinstance(texts, str), "rerank was given one text: give a list of texts to choose from")
-    refuse(top is not None and top < 1, f"top {top} must be 1 or more")
-    if reads_pairs(m):
-        results = classify(m, [(query, text) for text in texts], batch_size)
-        return ranked([result.probability for result in results], texts, top)
-    return ranked(cosines(embed(m, [query, *texts], batch_size)), texts, top)
-
-
-def cosines(vectors: Tensor | Sequence[Tensor]) -> list[float]:
-    """Return the cosine of the angle between the first vector and each other one: [1 + N, D] -> N numbers."""
-    query, *others = (row / row.norm().clamp(min=1e-12) for row in vectors)
-    return [float(torch.dot(query, other)) for other in others]
-
-
-def ranked(scores: Sequence[float], texts: Sequence[str], top: int | None = None) -> list[Ranked]:
-    """Return each text with its score, the best first; of equal ones, the first given."""
-    order = sorted(range(len(scores)), key=lambda n: -scores[n])[: top or len(scores)]
-    return [Ranked(n, texts[n], scores[n]) for n in order]

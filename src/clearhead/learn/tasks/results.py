@@ -53,7 +53,7 @@ class Ranked:
 
     index: int  # its place among the texts that were given
     text: str
-    score: float  # a cross-encoder's probability, or the cosine of two vectors
+    score: float  # a cross-encoder's probability, or of vectors: cosine, dot product or MaxSim
 
 
 @dataclass(frozen=True)

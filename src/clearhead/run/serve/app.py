@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from clearhead.errors import BusyError, ClearheadError, InputError, RequestError, nearest, refuse
 from clearhead.labs.retrieval.index import Index
 from clearhead.labs.retrieval.passages import before_prompt, cited
-from clearhead.learn.tasks import reading
+from clearhead.learn.tasks import reading, vectors
 from clearhead.learn.tasks.generation import chat_ids, chat_template
 from clearhead.run.generate.stream import token_texts
 from clearhead.run.serve import answers, protocol
@@ -242,9 +242,10 @@ def make_server(
                 raise ClearheadError("the client has gone")
         return one.wait(0)
 
-    @app.post("/v1/embeddings")
-    async def embeddings(body: protocol.EmbeddingsBody, request: Request) -> Response:
+    async def embedded(body: protocol.EmbeddingsBody, request: Request, pooling: bool) -> Response:
         name, engine = reader_of(body.model)
+        as_base64 = body.encoding_format == "base64"
+        answers.check_format(engine.m, pooling, as_base64)
         refuse(
             body.prompt_name is not None and engine.m.sentences is None,
             f"prompt_name {body.prompt_name!r}: this model has no prompts "
@@ -254,9 +255,17 @@ def make_server(
         if body.truncate in (None, False, "NONE"):
             await run_in_threadpool(answers.check_lengths, engine.m, body.texts(), body.prompt_name)
         found = await read(engine, body.texts(), answers.embedding(body.prompt_name), request)
-        vectors = answers.cut(found, body.dimensions)
-        chunks = answers.written(name, vectors, body.encoding_format == "base64")
+        found = answers.cut(found, body.dimensions)
+        chunks = answers.written(name, found, as_base64, pooling)
         return StreamingResponse(chunks, media_type="application/json")
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: protocol.EmbeddingsBody, request: Request) -> Response:
+        return await embedded(body, request, pooling=False)
+
+    @app.post("/pooling")
+    async def pooling(body: protocol.EmbeddingsBody, request: Request) -> Response:
+        return await embedded(body, request, pooling=True)
 
     @app.post("/v1/classify")
     async def classify(body: protocol.TextsBody, request: Request) -> Response:
@@ -269,18 +278,27 @@ def make_server(
         return JSONResponse({"object": "list", "data": data, "model": name})
 
     async def scored(body: protocol.PairsBody, request: Request) -> tuple[list[float], dict[str, Any]]:
-        """Return how well each document answers the query, by a model of pairs or by the angle of answers.
+        """Return how well each document answers the query, by a model of pairs or by vectors.
 
         With it what both answers have in common: the model, and how many tokens were read.
         """
         name, engine = reader_of(body.model)
-        if reading.reads_pairs(engine.m):
-            pairs = [(body.query, text) for text in body.documents]
+        m, documents = engine.m, body.documents
+        if vectors.reads_pairs(m):
+            pairs = [(body.query, text) for text in documents]
             scores = [one.probability for one in await read(engine, pairs, reading.classify, request)]
-            tokens = await run_in_threadpool(lambda: sum(len(engine.m.framed(*pair).ids) for pair in pairs))
+            tokens = await run_in_threadpool(lambda: sum(len(m.framed(*pair).ids) for pair in pairs))
         else:
-            found = await read(engine, [body.query, *body.documents], answers.embedding(None), request)
-            scores = reading.cosines([vector for vector, _ in found])
+            asked, answering = map(answers.embedding, vectors.sides(m))
+            if asked is answering:
+                found = await read(engine, [body.query, *documents], asked, request)
+            else:
+                found = [
+                    *await read(engine, [body.query], asked, request),
+                    *await read(engine, documents, answering, request),
+                ]
+            query, *others = (vector for vector, _ in found)
+            scores = await run_in_threadpool(vectors.compare, m, query, others)
             tokens = sum(count for _, count in found)
         return scores, {"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
@@ -289,7 +307,7 @@ def make_server(
         scores, about = await scored(body, request)
         results = [
             {"index": one.index, "document": {"text": one.text}, "relevance_score": one.score}
-            for one in reading.ranked(scores, body.documents, body.top_n)
+            for one in vectors.ranked(scores, body.documents, body.top_n)
         ]
         return JSONResponse({**about, "results": results})
 

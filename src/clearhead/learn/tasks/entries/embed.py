@@ -198,6 +198,13 @@ class Embed(Task):
         if loaded.sentences is None:
             loaded.sentences = Sentences("mean", normalise=True)
         how = loaded.sentences
+        kinds = {"sparse": "a sparse vector (SPLADE)", "tokens": "a vector for each token (ColBERT)"}
+        kind = kinds.get(how.kind)
+        refuse(
+            kind,
+            f"{loaded.folder} makes {kind} of a text, and the task embed is of one vector: take another "
+            "encoder, or a copy of the directory without the files of these vectors",
+        )
         extra = [*([how.pooling] if how.pooling not in POOLED else []), *(layer.kind for layer in how.layers)]
         refuse(
             extra,

@@ -1,0 +1,229 @@
+"""Vectors of passages, as an index stores and searches them; every search is exact.
+
+A passage has one vector, a sparse one, or one for each of its tokens. Vectors are stored in float32, those
+of tokens in float16. Sparse ones are inverted: for each token of the vocabulary, the passages that have it.
+
+N passages, D width of a vector, M tokens of all passages, Q tokens of a query.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clearhead.hub.retrievers import SparseVector
+from clearhead.hub.sentences import Kind
+from clearhead.labs.retrieval.ranking import SCORES, TINY, Postings, best, dot_products, join, nearest_rows
+from clearhead.learn.tasks.vectors import room_of, rows_of
+from clearhead.run.api import Model
+
+PROMPTS = {"query": ("query",), "passage": ("passage", "document")}  # names of prompts, by what is embedded
+Side = Literal["query", "passage"]
+Arrays = dict[str, NDArray[Any]]
+Vectors = NDArray[np.float32]
+Ranking = dict[int, float]  # numbers of passages, best first, and their scores
+QUERIES = 32  # whose tokens are compared with those of passages at a time
+
+
+def kind_of(model: Model) -> Kind:
+    """Return what an embedder makes of a text: one vector, a sparse one, or one for each token."""
+    return "dense" if model.sentences is None else model.sentences.kind
+
+
+def prompt_of(model: Model, side: Side) -> str | None:
+    """Return the name of the prompt that a model has for queries or passages; None: the usual one."""
+    how = model.sentences
+    if how is None or how.kind == "dense":
+        known = {} if how is None else how.prompts
+        return next((name for name in PROMPTS[side] if name in known), None)
+    return how.side("query" if side == "query" else "document")
+
+
+def token_counts(model: Model, texts: Sequence[str]) -> list[int]:
+    """Return how many tokens each passage has for an embedder, its prompt and special tokens included."""
+    return [len(ids) for ids in rows_of(model, texts, prompt_of(model, "passage"), cut=False)]
+
+
+def most_tokens(model: Model) -> int:
+    """Return how many tokens of a passage an embedder reads."""
+    return room_of(model, prompt_of(model, "passage"))
+
+
+def embedded(model: Model, texts: Sequence[str], side: Side) -> Any:
+    """Return the vectors of texts, so that dot products tell how alike a query and a passage are.
+
+    A model with prompts for queries and passages gets them. The vectors have length one [N, D], or are a list
+    of sparse ones, or of matrices [T, D] with a row for each token.
+    """
+    vectors, how = model.embed(list(texts), prompt=prompt_of(model, side)), model.sentences
+    if how is not None and how.splade is not None:
+        return [how.splade.compared(vector) for vector in vectors]
+    if how is not None and how.late is not None:
+        shares = how.late.mean and side == "query"
+        return [vector.numpy() / np.float32(len(vector) if shares else 1) for vector in vectors]
+    numbers = vectors.numpy()
+    unit: Vectors = numbers / np.maximum(np.linalg.norm(numbers, axis=1, keepdims=True), 1e-12)
+    return unit
+
+
+# Stores -----------------------------------------------------------------------------------------------------
+
+
+class Store(Protocol):
+    """The vectors of all passages of an index, which come part by part."""
+
+    def add(self, arrays: Arrays) -> Arrays:
+        """Take the arrays of the next part, and return those that are still needed of it."""
+
+    def nearest(self, queries: Any, k: int) -> list[Ranking]:
+        """Return the k passages nearest to each query, which `embedded` gave."""
+
+
+class DenseStore:
+    """One vector for each passage: [N, D]."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self.vectors: Vectors = np.empty((count, width), np.float32)
+        self.filled = 0
+
+    @staticmethod
+    def arrays(vectors: Vectors) -> Arrays:
+        """Return what is stored of a part."""
+        return {"vectors": vectors}
+
+    def add(self, arrays: Arrays) -> Arrays:
+        """See `Store`."""
+        start, self.filled = self.filled, self.filled + len(arrays["vectors"])
+        mine = self.vectors[start : self.filled]
+        mine[:] = arrays["vectors"]
+        return {"vectors": mine}
+
+    def nearest(self, queries: Vectors, k: int) -> list[Ranking]:
+        """See `Store`."""
+        return nearest_rows(queries, self.vectors, k)
+
+
+class SparseStore:
+    """The weights of each token of the vocabulary, by passage."""
+
+    NAMES = tuple(f"weights.{name}" for name in Postings._fields)
+
+    def __init__(self) -> None:
+        self.parts: list[Postings] = []
+        self.joined: Postings | None = None
+
+    @classmethod
+    def arrays(cls, vectors: Sequence[SparseVector]) -> Arrays:
+        """Return what is stored of a part: postings, whose words are tokens and whose counts are weights."""
+        lengths = np.array([len(vector.ids) for vector in vectors], np.int32)
+        tokens = np.concatenate([vector.ids.numpy() for vector in vectors]).astype(np.uint32)
+        weights = np.concatenate([vector.weights.numpy() for vector in vectors])
+        rows = np.repeat(np.arange(len(vectors), dtype=np.int32), lengths)
+        order = np.argsort(tokens, kind="stable")
+        return dict(zip(cls.NAMES, (tokens[order], rows[order], weights[order], lengths)))
+
+    def add(self, arrays: Arrays) -> Arrays:
+        """See `Store`."""
+        self.parts.append(Postings(*(arrays[name] for name in self.NAMES)))
+        return {}
+
+    def nearest(self, queries: Sequence[SparseVector], k: int) -> list[Ranking]:
+        """See `Store`. Passages that share no token with a query are left out."""
+        if self.joined is None:
+            self.joined, self.parts = join(self.parts), []
+        return [
+            best(dot_products(self.joined, query.ids.tolist(), query.weights.tolist()), k, TINY)
+            for query in queries
+        ]
+
+
+class TokenStore:
+    """A vector for each token of each passage: [M, D], in float16."""
+
+    def __init__(self, count: int, width: int) -> None:
+        self.vectors: NDArray[np.float16] = np.empty((count, width), np.float16)
+        self.ends: NDArray[np.int64] = np.zeros(1, np.int64)  # N + 1: 0, then where each passage ends
+
+    @staticmethod
+    def arrays(vectors: Sequence[Vectors]) -> Arrays:
+        """Return what is stored of a part."""
+        ends = np.cumsum([len(vector) for vector in vectors])
+        return {"vectors": np.concatenate(vectors).astype(np.float16), "token_ends": ends}
+
+    def add(self, arrays: Arrays) -> Arrays:
+        """See `Store`."""
+        ends = self.ends[-1] + arrays["token_ends"]
+        self.vectors[self.ends[-1] : ends[-1]] = arrays["vectors"]
+        self.ends = np.concatenate([self.ends, ends])
+        return {}
+
+    def nearest(self, queries: Sequence[Vectors], k: int) -> list[Ranking]:
+        """See `Store`: by MaxSim, in float32. A passage without tokens scores 0."""
+        rankings = list[Ranking]()
+        for start in range(0, len(queries), QUERIES):
+            rankings += [best(scores, k) for scores in self._scores(queries[start : start + QUERIES])]
+        return rankings
+
+    def _scores(self, queries: Sequence[Vectors]) -> Vectors:
+        """Return the score of each passage for each query."""
+        asked = torch.from_numpy(np.concatenate(queries))  # tokens of all queries, D
+        firsts = np.cumsum([0, *map(len, queries[:-1])])
+        scores = np.zeros((len(queries), len(self.ends) - 1), np.float32)
+        for first, last in self._blocks(SCORES // len(asked)):
+            begin, ends = self.ends[first], self.ends[first : last + 1]
+            filled = np.flatnonzero(np.diff(ends))
+            if len(filled):
+                products = torch.from_numpy(self.vectors[begin : ends[-1]]).float() @ asked.T
+                maxima = np.maximum.reduceat(products.numpy(), (ends - begin)[filled], axis=0)
+                scores[:, first + filled] = np.add.reduceat(maxima, firsts, axis=1).T
+        return scores
+
+    def _blocks(self, tokens: int) -> Iterator[tuple[int, int]]:
+        """Yield first passages and ends of blocks that have so many tokens at most, or one passage."""
+        first = 0
+        while first < len(self.ends) - 1:
+            last = int(np.searchsorted(self.ends, self.ends[first] + tokens, "right")) - 1
+            yield first, (last := max(first + 1, last))
+            first = last
+
+
+def arrays_of(vectors: Any, kind: Kind) -> Arrays:
+    """Return what is stored of a part."""
+    if kind == "sparse":
+        return SparseStore.arrays(vectors)
+    return TokenStore.arrays(vectors) if kind == "tokens" else DenseStore.arrays(vectors)
+
+
+# Which embedder made an index -------------------------------------------------------------------------------
+
+
+def probes_of(vectors: Any) -> list[Any]:
+    """Return vectors as JSON has them."""
+    return [
+        {"indices": vector.ids.tolist(), "values": vector.weights.tolist()}
+        if isinstance(vector, SparseVector)
+        else vector.tolist()
+        for vector in vectors
+    ]
+
+
+def spelled_out(probe: Any, width: int) -> Vectors:
+    """Return all numbers of a vector, or of those of tokens, as JSON has them; `width`: of a sparse one."""
+    if not isinstance(probe, dict):
+        return np.array(probe, np.float32)
+    dense = np.zeros(max([width, *(index + 1 for index in probe["indices"])]), np.float32)
+    dense[probe["indices"]] = probe["values"]
+    return dense
+
+
+def alike(stored: Sequence[Any], vectors: Any, tolerance: float) -> bool:
+    """Return True if vectors are those that are stored as JSON, but for what machines differ by."""
+    own = probes_of(vectors)
+    width = vectors[0].width if isinstance(vectors[0], SparseVector) else 0
+    pairs = [(spelled_out(one, width), spelled_out(other, width)) for one, other in zip(stored, own)]
+    return len(stored) == len(own) and all(
+        one.shape == other.shape and float(np.abs(one - other).max(initial=0)) <= tolerance
+        for one, other in pairs
+    )
