@@ -17,8 +17,8 @@ import uvicorn
 
 from clearhead.app.commands.models import bind
 from clearhead.run.serve import server
-from clearhead.run.serve.answers import embedding
 from clearhead.run.serve.app import make_server
+from clearhead.run.serve.embeddings import embedding
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.server import Connection

@@ -1,7 +1,6 @@
 """From requests to JSON and server-sent events: the seqs of a body, followed from the event loop."""
 
 import asyncio
-import base64
 import contextlib
 import functools
 import itertools
@@ -12,20 +11,16 @@ import uuid
 from collections import abc
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
-import torch.nn.functional as nnf
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
-from torch import Tensor
 
-from clearhead.errors import RequestError, refuse
-from clearhead.hub.retrievers import SparseVector
+from clearhead.errors import refuse
 from clearhead.hub.tokens.answers import AnswerParser, Part, ReadAnswer
 from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.hub.tokens.text import decoded
-from clearhead.learn.tasks import vectors
 from clearhead.learn.tasks.generation import ChatTurn, chat_template, turn_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.grammar import check_constraint
@@ -548,121 +543,3 @@ def join_reports(first: dict[str, Any] | None, second: dict[str, Any] | None) ->
     if first is None or second is None:
         return first or second
     return {name: first[name] + second[name] for name in first}
-
-
-# Embeddings -------------------------------------------------------------------------------------------------
-
-
-TOGETHER = 64  # vectors that are written at once
-SPECIAL = 8  # tokens that are put around a text at most
-
-Embedded = tuple[Tensor | SparseVector, int]  # what a text became, and how many tokens were read of it
-
-
-@lru_cache(maxsize=64)
-def embedding(prompt: str | None) -> Any:
-    """Return the function for the name of a prompt: requests with the same function share a call."""
-    return partial(_embed, prompt)
-
-
-def _embed(prompt: str | None, m: Bundle, texts: abc.Sequence[str | list[int]]) -> list[Embedded]:
-    found, counts = vectors.embed_counted(m, texts, prompt=prompt)
-    numbers = [one.weights if isinstance(one, SparseVector) else one for one in found]
-    refuse(
-        not all(one.isfinite().all() for one in numbers),
-        "the model gave a vector with NaN or infinite numbers: its weights are broken",
-    )
-    if m.sentences is None:  # a model of sentences says itself whether its vectors have length 1
-        found = nnf.normalize(found, dim=-1)
-    return list(zip(found, counts))
-
-
-def check_dimensions(m: Bundle, dimensions: int | None) -> None:
-    """Refuse to cut vectors to more numbers than they have."""
-    how = vectors.embeds(m)
-    if dimensions is not None and how.kind == "sparse":
-        line = "dimensions: the vectors of this model are sparse: leave it out"
-        raise RequestError(line, None, param="dimensions")
-    width = how.width(m.config.d_model)
-    if dimensions is not None and dimensions > width:
-        line = f"dimensions {dimensions}: a vector of this model has {width} numbers: choose 1 to {width}"
-        raise RequestError(line, None, param="dimensions")
-
-
-def cut(found: abc.Sequence[Embedded], dimensions: int | None) -> abc.Sequence[Embedded]:
-    """Return the first numbers of each vector, scaled to length 1 (Matryoshka); None: vectors as they are."""
-    if dimensions is None:
-        return found
-    return [
-        (nnf.normalize(vector[..., :dimensions], dim=-1), count)
-        if isinstance(vector, Tensor)
-        else (vector, count)
-        for vector, count in found
-    ]
-
-
-def check_lengths(m: Bundle, texts: abc.Sequence[str | list[int]], prompt: str | None) -> None:
-    """Refuse a text that the model cannot read whole."""
-    before, room = vectors.embeds(m).before(prompt), vectors.room_of(m, prompt)
-    for number, text in enumerate(texts):
-        if isinstance(text, str) and len((before + text).encode("utf-8", "replace")) + SPECIAL <= room:
-            continue  # no token is shorter than a byte
-        (ids,) = vectors.rows_of(m, [text], prompt, cut=False)
-        if len(ids) > room:
-            raise RequestError(
-                f"input {number} has {len(ids)} tokens, and this model reads {room}: shorten it, or "
-                "send truncate: true",
-                "context_length_exceeded",
-                param="input",
-            )
-
-
-def check_format(m: Bundle, pooling: bool, as_base64: bool) -> None:
-    """Refuse a format that has no place for what the model makes of a text; OpenAI's has one vector."""
-    kind = vectors.embeds(m).kind
-    kinds = {"sparse": "a sparse vector (SPLADE)", "tokens": "a vector for each token (ColBERT)"}
-    refuse(
-        kind != "dense" and not pooling,
-        f"this model makes {kinds.get(kind)} of a text, and an embedding is one vector: ask POST /pooling",
-    )
-    refuse(
-        kind == "sparse" and as_base64,
-        "encoding_format base64 is for dense vectors, and this model's are sparse: leave it out",
-    )
-
-
-def written(
-    model: str, found: abc.Sequence[Embedded], as_base64: bool, pooling: bool = False
-) -> Iterator[str]:
-    """Yield the answer chunk by chunk, so that no copy of all vectors is ever held.
-
-    `pooling`: in the format of vLLM's /pooling, whose rows may be matrices too, or sparse vectors as
-    {"indices": [...], "values": [...]}.
-    """
-    kind, name = ("pooling", "data") if pooling else ("embedding", "embedding")
-    one = all(isinstance(row, Tensor) and row.ndim == 1 for row, _ in found)
-    step = TOGETHER if one else 1
-    head = {"id": f"pool-{uuid.uuid4().hex}", "created": int(time.time())} if pooling else {}
-    yield json.dumps({**head, "object": "list"})[:-1] + ', "data": ['
-    for at in range(0, len(found), step):
-        rows = [
-            json.dumps({"object": kind, "index": at + n, **_packed(name, row, as_base64)})
-            for n, (row, _) in enumerate(found[at : at + step])
-        ]
-        yield (", " if at else "") + ", ".join(rows)
-    read = sum(count for _, count in found)
-    usage = {"prompt_tokens": read, "total_tokens": read}
-    yield f'], "model": {json.dumps(model)}, "usage": {json.dumps(usage)}}}'
-
-
-def _packed(name: str, row: Tensor | SparseVector, as_base64: bool) -> dict[str, Any]:
-    """Return a vector under its name; of a matrix in base64, the shape too."""
-    if isinstance(row, SparseVector):
-        return {name: {"indices": row.ids.tolist(), "values": row.weights.tolist()}}
-    if not as_base64:
-        return {name: row.tolist()}
-    return {name: _base64(row), **({"shape": list(row.shape)} if row.ndim > 1 else {})}
-
-
-def _base64(row: Tensor) -> str:
-    return base64.b64encode(row.numpy().astype("<f4", copy=False).tobytes()).decode()

@@ -25,7 +25,7 @@ from clearhead.labs.retrieval.passages import before_prompt, cited
 from clearhead.learn.tasks import reading, vectors
 from clearhead.learn.tasks.generation import chat_ids, chat_template
 from clearhead.run.generate.stream import token_texts
-from clearhead.run.serve import answers, protocol
+from clearhead.run.serve import embeddings, protocol
 from clearhead.run.serve.adapters import open_adapter
 from clearhead.run.serve.answers import DEFAULT_TOKENS, LOOK, ChatChoices, Choices, chat_turn, choices_of
 from clearhead.run.serve.audio import add_audio
@@ -245,22 +245,22 @@ def make_server(
     async def embedded(body: protocol.EmbeddingsBody, request: Request, pooling: bool) -> Response:
         name, engine = reader_of(body.model)
         as_base64 = body.encoding_format == "base64"
-        answers.check_format(engine.m, pooling, as_base64)
+        embeddings.check_format(engine.m, pooling, as_base64)
         refuse(
             body.prompt_name is not None and engine.m.sentences is None,
             f"prompt_name {body.prompt_name!r}: this model has no prompts "
             "(config_sentence_transformers.json)",
         )
-        answers.check_dimensions(engine.m, body.dimensions)
+        embeddings.check_dimensions(engine.m, body.dimensions)
         if body.truncate in (None, False, "NONE"):
-            await run_in_threadpool(answers.check_lengths, engine.m, body.texts(), body.prompt_name)
-        found = await read(engine, body.texts(), answers.embedding(body.prompt_name), request)
-        found = answers.cut(found, body.dimensions)
-        chunks = answers.written(name, found, as_base64, pooling)
+            await run_in_threadpool(embeddings.check_lengths, engine.m, body.texts(), body.prompt_name)
+        found = await read(engine, body.texts(), embeddings.embedding(body.prompt_name), request)
+        found = embeddings.cut(found, body.dimensions)
+        chunks = embeddings.written(name, found, as_base64, pooling)
         return StreamingResponse(chunks, media_type="application/json")
 
     @app.post("/v1/embeddings")
-    async def embeddings(body: protocol.EmbeddingsBody, request: Request) -> Response:
+    async def embed(body: protocol.EmbeddingsBody, request: Request) -> Response:
         return await embedded(body, request, pooling=False)
 
     @app.post("/pooling")
@@ -289,7 +289,7 @@ def make_server(
             scores = [one.probability for one in await read(engine, pairs, reading.classify, request)]
             tokens = await run_in_threadpool(lambda: sum(len(m.framed(*pair).ids) for pair in pairs))
         else:
-            asked, answering = map(answers.embedding, vectors.sides(m))
+            asked, answering = map(embeddings.embedding, vectors.sides(m))
             if asked is answering:
                 found = await read(engine, [body.query, *documents], asked, request)
             else:
