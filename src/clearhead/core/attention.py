@@ -61,8 +61,9 @@ def eager(
 
     `mask` [B|1, 1|H, T, S] is True where a query may attend. `causal` stands for "key slot <= query slot".
     `bias` [B|1, 1|H, T, S] is added to the scaled scores. `scale` defaults to 1/sqrt(E). `softcap` bounds
-    scores. `sink` [H] is one more score in each softmax, and its weight goes nowhere. Where keys, values and
-    mask have B / N rows, each row serves N rows of one query: the beams of a source.
+    scores. `sink` [H] is one more learned logit in each softmax, without a value: it takes weight from all
+    keys. Rows of keys, values and mask may be shared: with B / N of them, each serves N consecutive rows of
+    queries (beams).
     """
     B, H, T, _ = q.shape
     if k.shape[0] < B:
@@ -206,7 +207,7 @@ class Attention(nn.Module):
         )  # fmt: skip
 
     def sink_logits(self) -> Tensor | None:
-        """Return the learned logit of each head [H] that takes weight from all keys, where there is one."""
+        """Return `sink` for `eager`: a learned logit for each head [H], where there is one."""
         return self.sink
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:

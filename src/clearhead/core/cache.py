@@ -23,7 +23,7 @@ from clearhead.errors import InputError, refuse
 
 
 class LayerKV:
-    """The keys and values of one attention, each [B, K, S, E], in buffers with room to spare.
+    """Keys and values of one attention in one layer, each [B, K, S, E], in buffers with room to spare.
 
     Those of a source, which cross-attention reads, are computed by the first call and read by later ones.
     """

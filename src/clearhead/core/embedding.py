@@ -60,7 +60,10 @@ class Embedding(nn.Module):
         real: Tensor | None,
         tap: Tap = SILENT,
     ) -> Tensor:
-        """Embed the inputs as [B, T, D]; `position_vectors` returns [B|1, T, width]."""
+        """Embed the inputs as [B, T, D]; `position_vectors` returns [B|1, T, width].
+
+        It is called after the front, so that a trace shows the steps in the order of the sum.
+        """
         x = cast(Tensor, self.front(inputs, real, tap.part("front")))
         if self.types is not None:
             segment = self.types.weight[0].expand_as(x) if types is None else self.types(types.long())

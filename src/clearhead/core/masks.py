@@ -163,7 +163,7 @@ class View:
     """What the attention of one layer may see: mask, bias and rotation, made by the stack."""
 
     routed: ClassVar[bool] = False  # whether a router sends only some tokens through the layer
-    mask: Tensor | None = None  # B|1 1 T S, True = may attend; None: no mask, or a plain causal one
+    mask: Tensor | None = None  # B|1 1 T S, True = may attend; None: all may, or see `causal`
     causal: bool = False  # the mask is exactly "key slot <= query slot", and `mask` is None
     bias: Tensor | None = None  # B|1 H|1 T S, added to the scores
     rotary: Rotary | None = None
@@ -175,7 +175,7 @@ class View:
     def attended(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, keys: Any, tap: Any, x: Tensor
     ) -> Tensor:
-        """Attend by `Attention.attend`; where a row has several sequences, each does so by itself."""
+        """Call `attend` once; a ragged view (served chunks, packed documents) calls it for each sequence."""
         return attend(q, k, v, self, keys, tap, x)
 
     def described(self) -> TokenInfo:
@@ -200,7 +200,9 @@ def compose(
     kind: Kind = FULL,
     prefix: Tensor | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """Return the mask [B|1, 1, T, S] and whether it is plain causal; a plain mask, causal or empty, is None.
+    """Return the mask [B|1, 1, T, S], or None, and whether None stands for "key slot <= query slot".
+
+    None and False: every query may see every key.
 
     `prefix` [B] counts the leading positions of each row that every query may see, even if `causal`.
     """
@@ -253,7 +255,7 @@ def rules(
 
 
 def spelled_out(mask: Tensor | None, causal: bool, queries: TokenInfo, keys: TokenInfo) -> Tensor:
-    """Return the answer of `compose` as a mask [B|1, 1, T, S], also where it is plain."""
+    """Return the answer of `compose` as a mask [B|1, 1, T, S], also where it is None."""
     if mask is not None:
         return mask
     everything = torch.ones(1, 1, queries.length, keys.length, dtype=torch.bool, device=queries.order.device)

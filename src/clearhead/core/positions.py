@@ -1,9 +1,13 @@
 """Positions: how a model knows where a token stands.
 
 A scheme adds a vector to each embedding (`embed`), rotates queries and keys (`rotary`), adds a bias to
-attention scores (`bias`), or gives attention vectors of distances to meet (`relative`). All take positions as
-values, so padding, packing and caches need no special care. Nothing here is a buffer: tables are computed in
-float64 and cast at the end, so that `.bfloat16()` and autocast leave angles exact.
+attention scores (`bias`), or gives embeddings of relative distances, which attention dots with queries and
+keys, as in DeBERTa (`relative`). All take positions as values, so padding, packing and caches need no special
+care. Nothing here is a buffer: tables are computed in float64 and cast at the end, so that `.bfloat16()` and
+autocast leave angles exact.
+
+To add a scheme: subclass `PositionScheme`, register it in `POSITIONS`, and add its name to `PositionName`
+(core/config/fields.py).
 
 Shapes: B batch, T query length, S key length, D model, H heads, E head width, R rotated columns of a head.
 """
@@ -30,7 +34,7 @@ class Rotary(NamedTuple):
 
 
 class Relative(NamedTuple):
-    """Vectors of distances [R, D], and which one each pair of tokens has [B|1, T, S]."""
+    """Embeddings of relative distances [R, D], and the row of each pair of tokens [B|1, T, S]."""
 
     vectors: Tensor
     which: Tensor
@@ -56,7 +60,7 @@ class PositionScheme(nn.Module):
         return None
 
     def relative(self, queries: Tensor, keys: Tensor, tap: Tap = SILENT) -> Relative | None:
-        """Return vectors of distances for attention to meet: positions [B|1, T] and [B|1, S]."""
+        """Return embeddings of relative distances for attention: positions [B|1, T] and [B|1, S]."""
         return None
 
 
@@ -95,7 +99,7 @@ def sinusoid(positions: Tensor, width: int, layout: str = "interleaved", ends: b
     """Compute sin(p / 10000^(2i/width)) and its cosine: positions [...] -> [..., width] in float64.
 
     `interleaved` is the paper's order, sin on even and cos on odd columns. `half` puts all sines first. With
-    `ends` the slowest wave is exactly 10,000 long, as in some translation models, and an odd last column is
+    `ends` the slowest frequency is exactly 1/10,000, as in some translation models, and an odd last column is
     zero.
     """
     pairs = width // 2 if ends else (width + 1) // 2

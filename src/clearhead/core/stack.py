@@ -40,10 +40,11 @@ class Residual(nn.Module):
     """What joins one sublayer to the residual stream: norms, dropout and stochastic depth."""
 
     def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
-        """Build the norms; with `reads_other`, the sublayer reads a norm that stands elsewhere."""
+        """Build the norms; with `reads_other`, the sublayer reads the output of a norm elsewhere."""
         super().__init__()
         layout, norm, D = spec.norm_position, spec.norm, spec.d_model
-        # A norm may stand at three points; each layout uses one or two. The names are those of checkpoints.
+        # A norm may stand at three points; each layout uses one or two. Their names are those of parameters
+        # in clearhead's own checkpoints.
         self.before = norms.make_norm(norm, D) if layout in ("pre", "sandwich") and not reads_other else None
         self.inside = norms.make_norm(norm, D) if layout in ("sandwich", "output") else None
         self.after = norms.make_norm(norm, D) if layout == "post" else None
@@ -239,11 +240,11 @@ class Stack(nn.Module):
             if inputs.bias is not None:
                 own = (inputs.bias if cache is None else cache.aligned(inputs.bias, kind)).to(dtype)
                 total = own if total is None else total + own
-            mask, plain = masks.compose(queries, keys, causal=causal, kind=kind, prefix=inputs.prefix)
+            mask, is_causal = masks.compose(queries, keys, causal=causal, kind=kind, prefix=inputs.prefix)
             if tap.traced:
-                mask = tap.step(f"mask{name}", masks.spelled_out(mask, plain, queries, keys))
-                plain = False
-            return View(mask, plain, total)
+                mask = tap.step(f"mask{name}", masks.spelled_out(mask, is_causal, queries, keys))
+                is_causal = False
+            return View(mask, is_causal, total)
 
         plan = None
         by_pairs = (inputs.prefix, inputs.bias, relative)  # what needs a mask over all pairs of tokens

@@ -2,6 +2,9 @@
 
 Llama 1 to 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi, OLMo 2 and 3, StableLM, Granite, SmolLM 3, Cohere,
 StarCoder2, Nemotron and GLM. Those with a mixture of experts are in `mixtures`.
+
+q_proj and k_proj load unpermuted: both sides rotate halves of a head. GGUF permutes them
+(hub/gguf_architectures.py).
 """
 
 from typing import Any

@@ -10,6 +10,8 @@ What an analysis is made of:
     names          heads, layers and states by the names that people type
     interventions  a `Site`, the values put there, and passes with many of them at once
     results        the base of what is returned, written as JSON
+
+The command of an analysis, its tables, picture and page view are one row of app/views.py.
 """
 
 import importlib as _importlib

@@ -331,7 +331,7 @@ def effect(
     Args:
         m, given, target, pair: as for `prepare`.
         heads, layers, feedforwards: what is off together; see `ablating`.
-        how: zero, or mean: of `means`, else of the tokens of this text.
+        how: zero, or mean: by the values in `means`, by default means over this text.
         position: the token whose output is compared, negative from the end; None: the last; of a masked
             language model the first mask, else the last.
         top: how many of the likeliest, before and after, are listed.

@@ -235,15 +235,15 @@ class AttentionMaps(Result):
         return [head for each in self.maps for head in each.heads()]
 
     def entropy(self, kind: str = "self") -> Array:
-        """Return [L, H] bits of each head, the mean over its queries; NaN where a layer has fewer heads."""
+        """Return the mean entropy of each head in bits, [L, H]; NaN where a layer has fewer heads."""
         rows = [mean_entropy(each.entropies()).tolist() for each in self.of(kind)]
         return filled(rows).astype(np.float32)
 
     def rollout(self, kind: str = "self", residual: float = 0.5) -> Rollout:
         """Return the attention rollout of one stack.
 
-        The mean over heads is mixed with the identity and multiplied over layers. `residual` is the share of
-        the identity. Every row is divided by its sum. Of aggregated maps it is the rollout of their cells.
+        The mean over heads is mixed with the identity (`residual` is its share), rows are normalised to sum
+        to one, and layers are multiplied. For aggregated maps it is the rollout of their cells.
         """
         layers = self.of(kind)
         refuse(

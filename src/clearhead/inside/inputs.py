@@ -388,7 +388,7 @@ class CachedPass(Prepared):
 
     @cached_property
     def log_sums(self) -> dict[int, Tensor]:
-        """By column: what `lens.followed` has to know of all choices to give the share of one, [L + 1]."""
+        """By column, [L + 1]: log-sum-exp of all logits, by which `lens.followed` normalises one choice."""
         return {}
 
     @property

@@ -121,10 +121,10 @@ class DisentangledPositions(PositionScheme):
 
 
 def signed_bucket(distance: Tensor, span: int, furthest: int) -> Tensor:
-    """Return the row, of 2 `span`, for each distance, query minus key.
+    """Return the index into the 2 `span` embeddings for each distance, query minus key.
 
-    Within half the span every distance has a row; from there on rows stand for ranges that grow up to
-    `furthest`. Where `furthest` is the span itself, every distance within it has a row.
+    Within half the span every distance has its own; beyond, buckets grow logarithmically up to `furthest`.
+    Where `furthest` is the span itself, every distance within it has its own.
     """
     if furthest != span:
         half = span // 2
@@ -135,7 +135,7 @@ def signed_bucket(distance: Tensor, span: int, furthest: int) -> Tensor:
 
 
 class DisentangledAttention(Attention):
-    """Attention whose queries and keys also meet the vectors of distances, through the same projections."""
+    """Attention that also dots queries and keys with projected embeddings of relative distances (DeBERTa)."""
 
     def __init__(self, spec: StackSpec, name: str, kind: Kind = FULL) -> None:
         super().__init__(spec, name, kind)

@@ -1,7 +1,7 @@
 """Pictures of a model as a whole.
 
 Heads, neurons, ablation, pruning, probes, words and positions, long contexts, quantization, speed, meshes,
-and what a classifier takes for what.
+and the confusion matrix of a classifier.
 """
 
 import functools

@@ -64,7 +64,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class StackFields:
-    """What a user says and the parts of a stack read unchanged; None means "none", as in no soft-cap."""
+    """Fields that users set and a stack takes over unchanged; None switches a feature off."""
 
     # Size
     vocab_size: int = 0  # required wherever ids go in or out
@@ -96,7 +96,7 @@ class StackFields:
     position_offset: int = 0  # learned: rows skipped at the start of the table
     # sin, cos, sin, cos ... or all sin, then all cos
     sinusoid_layout: Literal["interleaved", "half"] = "interleaved"
-    # slowest wave exactly 10,000 long (True) or one step short of it, as in the paper
+    # slowest frequency exactly 1/10,000 (True), or one step above it, as in the paper
     sinusoid_ends: bool = False
     rope_base: float = 10_000.0  # larger: slower rotation, for longer texts
     # base in layers that have a window; None: rope_base, with the scaling
@@ -134,7 +134,7 @@ class StackFields:
 
     # Residual
     norm_position: NormPosition = "pre"  # before or after a sublayer, both, or on its output
-    first_norm: bool = True  # False: the first attention reads the embedding, whose norm serves it, as it is
+    first_norm: bool = True  # False: no pre-norm in the first attention; the embedding norm replaces it
     parallel: bool = False  # attention and feed-forward read the same input and are added together
     parallel_norms: Literal[1, 2] = 1  # one norm for both, or one each
     residual_scale: float = 1.0  # on what each sublayer adds
@@ -195,7 +195,8 @@ class Fields(StackFields):
     # Biases
     bias: bool = True  # in every linear layer and norm, unless a field below says otherwise
     qkv_bias: bool | None = None  # None: bias
-    key_bias: bool | None = None  # of keys alone, which no softmax sees; None: qkv_bias
+    # of keys alone; softmax is invariant to it, unless RoPE rotates it; None: qkv_bias
+    key_bias: bool | None = None
     attention_out_bias: bool | None = None  # None: bias
     feedforward_bias: bool | None = None  # None: bias
     norm_bias: bool | None = None  # layernorm only; None: bias

@@ -43,7 +43,7 @@ class Kind:
 
     @property
     def reach(self) -> int | None:
-        """Number of latest tokens among which are all the keys of a query, but for sinks; None: all."""
+        """How many of the latest tokens a query may see, sinks not counted; None: all."""
         return None
 
     @property

@@ -1,7 +1,8 @@
 """Registries: tables of parts, by the name that a config gives them.
 
 The core has the common parts. A variant is stated as "module:name", and imported when it is first looked up:
-so variants build on the core, and the core never imports them.
+so variants build on the core, and the core never imports them. A bare `REGISTRY[name]` imports a variant
+ahead of time, where the pass that needs it may be compiled.
 """
 
 import importlib

@@ -172,7 +172,7 @@ def _repeat(attempts: Sequence[Attempt], rounds: int) -> None:
 
 
 def _judged(job: SpeedJob, attempts: list[Attempt], machine: Machine) -> JobTimes:
-    """Return the times of a job; a program that is quicker than the limit has none."""
+    """Return the times of a job; a time below the roofline limit is a wrong measurement and left out."""
     least = machine.least(job.read, job.flops)
     reading = job.read / machine.bandwidth >= job.flops / machine.arithmetic
     medians = [None if attempt.fault else statistics.median(attempt.seconds) for attempt in attempts]

@@ -323,7 +323,7 @@ def led(encoded: Encoded, name: str, lead: Sequence[int]) -> Encoded:
 def encoded_for(
     loaded: Model, task: Task, corpus: Corpus, side: Side, labels: Sequence[str], folder: str | Path
 ) -> Encoded:
-    """Return the examples of one side as a model's tokenizer and chat template have them."""
+    """Tokenize the examples of one split by the model's tokenizer and chat template."""
     tokenizer = None if task.tokens is None else loaded.text_tokenizer
     template = chat_template(loaded) if task.chats else None
     return task.encode_corpus(
@@ -334,7 +334,7 @@ def encoded_for(
 def batches_for(
     loaded: Model, task: Task, rows: Encoded, plan: DataPlan, length: int, seed: int, training: bool
 ) -> Batches:
-    """Return the batches of encoded examples as a model takes them.
+    """Return encoded examples as batches for the model.
 
     A decoder with an encoder begins as in generation: `bos` is its first input.
     """

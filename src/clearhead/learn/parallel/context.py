@@ -138,7 +138,7 @@ class _Attended(torch.autograd.Function):
     def forward(
         ctx: Any, call: RingCall, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, *weights: Tensor
     ) -> Tensor:
-        """Merge the answers to the keys of each process."""
+        """Attend to the keys of each process in turn, and merge by log-sum-exp."""
         E = k.shape[-1]
         answer = wide(q).new_zeros(*q.shape[:3], v.shape[-1])
         total = wide(q).new_full(q.shape[:3], -torch.inf)  # log-sum-exp of all scores so far
@@ -166,7 +166,7 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        """Send keys and values round again, and the gradients of each back to where it came from."""
+        """Send keys and values round the ring again, and their gradients back to their owners."""
         call, ring = ctx.call, ctx.call.view.ring
         q, k, v, answer, total, sink = ctx.saved_tensors
         weights = call.view.weights()

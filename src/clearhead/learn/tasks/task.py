@@ -245,15 +245,15 @@ class Task:
         return None
 
     def module(self, loaded: Bundle) -> nn.Module:
-        """Return what is trained of a model."""
+        """Return the module to train."""
         return loaded.model
 
     def ready(self, loaded: Bundle, recipe: Recipe) -> str:
-        """Give a new model what the task needs besides, such as a chat template; return a note, or ""."""
+        """Add what the task needs to a new model, such as a chat template; return a note, or ""."""
         return ""
 
     def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> Self:
-        """Return the task with the loss that a recipe asks for."""
+        """Return the task with the loss of the recipe."""
         refuse(
             plan.class_weights is not None,
             f"train.class_weights is for tasks that choose one class, and this is {self.name}: leave it out",

@@ -61,10 +61,10 @@ def can_capture(run: TrainingRun) -> bool:
 
 
 class CapturedStep(PlainStep):
-    """A step whose passes and update are replayed; each size of batch is captured when it first comes.
+    """A step whose passes and update replay CUDA graphs; each batch size is captured at its first use.
 
-    The first update is not recorded: the optimizer makes its state in it. What cannot be recorded runs as it
-    is, and is reported.
+    The first update is not captured, since it creates the state of the optimizer. What cannot be captured
+    runs eagerly, and is reported.
     """
 
     def __init__(self, run: TrainingRun, scaler: torch.amp.GradScaler, on_event: OnEvent) -> None:

@@ -33,7 +33,7 @@ from clearhead.run.generate.stream import TextStream
 
 @dataclass(frozen=True)
 class Prompts:
-    """What a generation reads: of each row the ids it goes on from, and, with an encoder, a source."""
+    """The inputs of a generation: prompt ids for each row, and with an encoder a source."""
 
     ids: abc.Sequence[abc.Sequence[int]]  # one token at least in each
     source: Tensor | None = None  # B S: what the encoder reads
@@ -99,7 +99,7 @@ class Sequence:
     """One row as it is generated."""
 
     def __init__(self, sampler: "Sampler", prompts: Prompts, number: int = 0) -> None:
-        """Begin behind a prompt, by its number among those that run together."""
+        """Begin after prompt `number` of the batch."""
         request, self.number, self.ends = sampler.request, number, sampler.ends
         self.prompt = list(prompts.ids[number])
         self.tokens = list(self.prompt)  # the prompt, and the new ones

@@ -1,4 +1,4 @@
-"""CUDA graphs: the kernels of a function recorded once, and then run again at one call of the host."""
+"""CUDA graphs: capture the kernels of a function once, then replay them with one launch."""
 
 import gc
 import warnings
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """Raise where the host waits for the GPU: a recording that fails for it leaves the generator unusable."""
+    """Raise if the host synchronizes with the GPU: a capture that fails leaves the generator unusable."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says that it does not see every wait
@@ -22,16 +22,16 @@ def never_waiting() -> Iterator[None]:
 
 
 class GraphRecorder:
-    """Records graphs that share their memory: of all of them, one runs at a time."""
+    """Captures graphs that share one memory pool, so only one may run at a time."""
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
         self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, launch: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that runs again all kernels that `launch` launches; none runs now.
+        """Capture the kernels that `launch` launches, without running them; return the replay function.
 
-        What `launch` makes at its first use must be there: run it `aside` before.
+        Run `launch` `aside` once before: what it allocates at first use must exist.
         """
         graph = torch.cuda.CUDAGraph()
         with self.aside():
@@ -45,7 +45,7 @@ class GraphRecorder:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Work on a stream of its own, never waiting for the device."""
+        """Work on a side stream, and forbid synchronization with the device."""
         current = torch.cuda.current_stream()
         self.side.wait_stream(current)
         with never_waiting(), torch.cuda.stream(self.side):

@@ -79,7 +79,7 @@ def limits() -> list[str]:
 
 
 def allowed(limit: str | None = None) -> tuple[str, ...]:
-    """Return the compiler's flags under a limit, by default that of the environment: all the machine has."""
+    """Return the compiler flags for an instruction set limit, by default that of the environment, or all."""
     limit = os.environ.get(LIMIT, "") if limit is None else limit
     if not limit:
         return ("-march=native",)
@@ -91,7 +91,7 @@ def allowed(limit: str | None = None) -> tuple[str, ...]:
 
 
 def opened(compiler: str, *flags: str) -> ctypes.CDLL:
-    """Return the functions as compiled with these flags, such as those of `allowed`."""
+    """Compile and load the library with these flags, such as those of `allowed`."""
     found = ctypes.CDLL(str(_built(compiler, (*FLAGS, *flags))))
     found.clearhead_blocks.argtypes = (c_void_p, c_int64, c_void_p)
     found.clearhead_linear.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64)
@@ -103,7 +103,7 @@ def opened(compiler: str, *flags: str) -> ctypes.CDLL:
 
 
 def _agrees(found: ctypes.CDLL) -> bool:
-    """Return True if what was compiled and the plain matmul give the same numbers."""
+    """Return True if the compiled matmul and PyTorch's give the same numbers."""
     layer, x, out = nn.Linear(19, 9), torch.linspace(-1, 1, 57).view(3, 19), torch.empty(3, 9)
     fields = LINEAR(layer.weight.data_ptr(), layer.bias.data_ptr(), 9, 19)
     places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())

@@ -428,7 +428,7 @@ class StepModel(DecodeModel):
 
 
 def marked(cache: FixedCache, angles: Rotary, reach: int) -> View:
-    """Put one more token into the slots of each row; return what it sees and how it is turned."""
+    """Add a token to the fixed cache of each row; return its view: mask and rotary angles."""
     from clearhead.run.kernels import triton_step
 
     mask, rotary = triton_step.mark(cache, angles, reach)

@@ -185,13 +185,13 @@ def _attend_kernel(
 
 
 def attend_tile(rows: int, heads: int, slots: int) -> Tile:
-    """How many slots at a time, and into how many parts they are split, so that all processors have work."""
+    """Return the block of key slots and the number of splits that keep all SMs busy (split-K)."""
     parts = max(1, min(128 // (rows * heads), slots // 128))
     return Tile(64, 1 << (parts.bit_length() - 1), 8 if rows * heads < 64 else 4)
 
 
 class Launch:
-    """What both kernels of attention are given: room for results, angles, norms, and the widths of blocks."""
+    """Arguments of both attention kernels: output buffers, rotary angles, norms, block sizes."""
 
     def __init__(self, qkv: Tensor, keys: Tensor, values: Tensor, form: HeadConfig, splits: int) -> None:
         (_, K, _, E), EV, H, B = keys.shape, values.shape[3], form.n_heads, qkv.shape[0]

@@ -1,7 +1,7 @@
-"""Layers whose weights are quantized. Looked at, they are ordinary: the same sums in the dtype of x.
+"""Layers whose weights are quantized. In a forward pass they are ordinary linear layers, in the dtype of x.
 
-`weight` gives the numbers that the codes stand for, so what reads weights goes on working. Generation has
-faster matmuls with the same codes (`run/kernels`). Nothing here can be trained.
+`weight` dequantizes, so code that reads weights goes on working. Generation has faster matmuls with the same
+codes (`run/kernels`). The memory layout of codes is described in grid.py. Nothing here can be trained.
 
 Shapes: N width out, D width in, G groups of a row, V vocabulary.
 """

@@ -235,7 +235,7 @@ class Embed(Task):
         return self._losses(outputs, batch, judged=False).sum()
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each row, which does not grow with the batch: see `mean_excess`."""
+        """Return the loss of each row, comparable between batch sizes: see `mean_excess`."""
         return self._losses(outputs, batch, judged=True)
 
     def _losses(self, hidden: Tensor, batch: Batch, judged: bool) -> Tensor:
