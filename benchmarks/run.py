@@ -55,6 +55,7 @@ CASES = {
     "recipes": "recipes:run_recipes",
     "gpu_small": "recipes:run_gpu_small",
     "sft": "finetune:run_sft",
+    "tools": "tools:run_tools",
     "dpo": "finetune:run_dpo",
     "dpo_trl": "finetune:run_dpo_trl",
     "embed": "finetune:run_embed",

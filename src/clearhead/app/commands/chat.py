@@ -27,6 +27,7 @@ from clearhead.run.generate.request import ANSWER_TOKENS, make_request
 
 OPTIONS = options_with(max_new_tokens=ANSWER_TOKENS)
 ROUNDS = 8  # of answers with calls, to one message
+SHOWN = 400  # characters of the result of a call, at most
 HELP = """\
 /reset         forget the conversation, but not the system message
 /system TEXT   set the system message (no text: none), forget the conversation
@@ -100,9 +101,10 @@ def functions_of(path: Path) -> dict[str, Callable[..., Any]]:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # it imports its neighbours, as when Python runs it
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise InputError(
             f"--tools {path} cannot be run: {type(error).__name__}: {first_line(error)}"
         ) from None
@@ -136,6 +138,17 @@ def lines(first: str | None) -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print()
+
+
+def asked_to_run() -> bool:
+    """Ask in the terminal whether a call may run; without one, it may not."""
+    if not sys.stdin.isatty():
+        return False
+    try:
+        return input("run it? [y/N] ").strip().lower() in ("y", "yes")
+    except (EOFError, KeyboardInterrupt):
+        print()
+        return False
 
 
 class Printed:
@@ -190,8 +203,11 @@ class Talk:
         always: bool = False,
     ) -> None:
         """`functions` may be called, with `always` without asking."""
+        from clearhead.hub.tokens.tools import tools_of
+
         self.model, self.options, self.system, self.port, self.browser = model, options, system, port, browser
         self.functions, self.always = functions or {}, always
+        self.tools = tools_of([*self.functions.values()])
         self.turns: list[dict[str, Any]] = []
         self.read: list[int] = []  # the ids of the last answer, after those of what it answers
         self.show: Callable[[list[int]], str] | None = None
@@ -201,6 +217,11 @@ class Talk:
         """The whole conversation."""
         lead = [{"role": "system", "content": self.system}] if self.system else []
         return [*lead, *self.turns]
+
+    @property
+    def _shown(self) -> dict[str, Any]:
+        """What the chat template and a line of training data are given besides."""
+        return {"tools": [tool.entry for tool in self.tools]} if self.tools else {}
 
     def take(self, line: str) -> bool:
         """Do what a line says; return True where it ends the conversation."""
@@ -239,7 +260,6 @@ class Talk:
     def _answer(self) -> dict[str, Any]:
         """Return the next answer, printing its text as it grows; Ctrl-C keeps what is there."""
         from clearhead.hub.tokens.answers import Part
-        from clearhead.hub.tokens.tools import tools_of
         from clearhead.learn.tasks.generation import chat_ids
 
         streamed = list[str]()
@@ -252,11 +272,8 @@ class Talk:
             elif part.kind == "reasoning" and sys.stderr.isatty():  # the answer alone goes to stdout
                 print(f"\033[2m{part.text}\033[0m", end="", file=sys.stderr, flush=True)
 
-        tools = tools_of([*self.functions.values()])
-        shown = {"tools": [tool.entry for tool in tools]} if tools else {}
-        prompt, options = chat_ids(self.model, self.messages, shown), {"reuse": True, **self.options}
-        if tools:
-            options["tools"] = tools
+        prompt = chat_ids(self.model, self.messages, self._shown)
+        options = {"reuse": True, **self.options, **({"tools": self.tools} if self.tools else {})}
         if "overflow" not in options:
             room = self.model.max_length - len(prompt)
             refuse(room < 1, f"the conversation fills the {self.model.max_length:,} tokens: type /reset")
@@ -265,6 +282,8 @@ class Talk:
         try:
             answer = self.model.chat(self.messages, **options, on_part=show)
             ids, message = answer.ids, answer.message
+            cut = answer.stop_reason == "length" and answer.tool_calls
+            refuse(cut, f"a call was cut off after {len(ids):,} tokens: raise --max-new-tokens")
         except KeyboardInterrupt:
             ids = self.model.text_tokenizer.encode("".join(streamed), add_special_tokens=False).ids
         finally:
@@ -278,17 +297,14 @@ class Talk:
         from clearhead.hub.tokens.tools import call_function
 
         print_notes([f"call: {name}({arguments})"])
-        allowed = self.always
-        if not allowed and sys.stdin.isatty():
-            allowed = input("run it? [y/N] ").strip().lower() in ("y", "yes")
-        if not allowed:
+        if not (self.always or asked_to_run()):
             print_notes(["not run" if sys.stdin.isatty() else "not run: --yes runs calls without asking"])
             return "error: the user did not allow this call"
         try:
             result = call_function(self.functions[name], arguments)
-        except Exception as error:  # of the user's own function: the model is told
-            result = f"error: {first_line(error)}"
-        print_notes([f"result: {result}"])
+        except KeyboardInterrupt:
+            result = "error: the user stopped this call"
+        print_notes([f"result: {result if len(result) <= SHOWN else f'{result[:SHOWN]}…'}"])
         return result
 
     def reset(self, rest: str = "") -> None:
@@ -309,7 +325,7 @@ class Talk:
         refuse(path.exists(), f"{path} is there already: name another")
         try:
             with path.open("x", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
+                file.write(json.dumps({"messages": self.messages, **self._shown}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise InputError(f"{path} cannot be written: {error.strerror}") from None
         print_notes([f"saved {path}"])

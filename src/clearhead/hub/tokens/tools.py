@@ -10,6 +10,7 @@ knows of no tools gets them as text, and calls are JSON between <tool_call> tags
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -109,30 +110,49 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON schema of a Python function's arguments, from its types and defaults."""
     try:
         from pydantic import PydanticUserError, TypeAdapter
+        from pydantic.json_schema import GenerateJsonSchema
     except ImportError:
         raise MissingExtraError("functions as tools need pydantic: pip install 'clearhead[serve]'") from None
+
+    class Untitled(GenerateJsonSchema):
+        """Titles only repeat the names, and the model would have to read them."""
+
+        def field_title_should_be_set(self, schema: Any) -> bool:
+            return False
+
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for parameter in inspect.signature(function).parameters.values():
         refuse(
-            parameter.annotation is inspect.Parameter.empty or parameter.kind in (2, 4),
+            parameter.annotation is inspect.Parameter.empty or parameter.kind not in named,
             f"the parameter {parameter.name} of the tool {function.__name__} needs a name and a type, "
-            "such as city: str",
+            "such as city: str, and no / or * that keeps it from being given by name",
         )
     try:
-        schema = TypeAdapter[Any](function).json_schema()  # type: ignore[arg-type]
+        return TypeAdapter[Any](function).json_schema(schema_generator=Untitled)  # type: ignore[arg-type]
     except (PydanticUserError, NameError) as error:
-        line = first_line(error)
+        line = first_line(error).partition(". ")[0]
         raise InputError(f"the tool {function.__name__} has a type without a JSON schema: {line}") from None
-    return {name: value for name, value in schema.items() if name != "title"}
 
 
 def call_function(function: Callable[..., Any], arguments: str) -> str:
-    """Call a Python function with arguments in JSON; return its result as text."""
-    from pydantic import TypeAdapter
+    """Call a Python function with arguments in JSON; return its result as text, or how it failed.
+
+    Both are for the model: it may call again with other arguments, or say what went wrong.
+    """
+    from pydantic import TypeAdapter, ValidationError
     from pydantic_core import ArgsKwargs, to_json
 
-    adapter = TypeAdapter[Any](function)  # type: ignore[arg-type]
-    result = adapter.validate_python(ArgsKwargs((), json.loads(arguments)))
-    return result if isinstance(result, str) else to_json(result, fallback=str).decode()
+    try:
+        adapter = TypeAdapter[Any](function)  # type: ignore[arg-type]
+        result = adapter.validate_python(ArgsKwargs((), json.loads(arguments)))
+        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        return result if isinstance(result, str) else to_json(result, fallback=str).decode()
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        return f"error: {'.'.join(map(str, wrong['loc']))}: {wrong['msg']}"
+    except (Exception, SystemExit) as error:  # of the user's own function, whatever it is
+        line = first_line(error)
+        return f"error: {type(error).__name__}" + (f": {line}" if line != type(error).__name__ else "")
 
 
 @dataclass(frozen=True)
