@@ -196,7 +196,7 @@ def test_token_ids_are_embedded_as_they_are(client, reader):
     cut = vectors(client, input=[long, long[:-5]], truncate=True)
     assert torch.allclose(cut[0], cut[1], atol=1e-6)
     for wrong, named in (
-        (long, "input 0 has 133 tokens"),
+        (long, "input 0 has 133"),
         ([], "input"),
         ([[]], "input"),
         ([5, 999], "999"),

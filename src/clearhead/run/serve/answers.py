@@ -469,8 +469,8 @@ def check_lengths(m: Bundle, texts: abc.Sequence[str | list[int]], prompt: str |
         (ids,) = reading.rows_of(m, [text], prompt, cut=False)
         if len(ids) > m.max_length:
             raise RequestError(
-                f"input {number} has {len(ids)} tokens, and this model reads {m.max_length}: shorten it, or "
-                "send truncate: true",
+                f"this model's maximum context length is {m.max_length} tokens, and input {number} has "
+                f"{len(ids)}: shorten it, or send truncate: true",
                 "context_length_exceeded",
                 param="input",
             )

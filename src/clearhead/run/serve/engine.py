@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from clearhead.core.transformer import Transformer
-from clearhead.errors import BusyError, InputError, RequestError, refuse
+from clearhead.errors import BusyError, InputError, refuse
 from clearhead.learn.tasks.generation import Prompt
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
@@ -78,7 +78,7 @@ class ServeEngine:
         self.speculation = Speculation(m.model, self.limits)
         self.pool = None
         if self.generates:
-            check_served(m.model)
+            check_served(m.model, self.max_length)
             self.pool = pool_for(spec, self.limits, m.config.max_positions, weight.dtype, weight.device)
 
     @functools.cached_property
@@ -145,16 +145,9 @@ class ServeEngine:
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
         assert self.pool is not None
         limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
-        seq = ServedSequence(self.m, prompt, options or {}, serving or ServeOptions(), on_update)
-        seq.after = after
-        needed = len(seq.prompt) + seq.most
-        if max(needed, seq.sources) > self.max_length:
-            raise RequestError(
-                f"this model's context length is {self.max_length} tokens, and the request has "
-                f"{seq.prompt_tokens} in its prompt and asks for {seq.most}: shorten one of them, or start "
-                "the server with a larger --max-model-len",
-                "context_length_exceeded",
-            )
+        serving = serving or ServeOptions()
+        seq = ServedSequence(self.m, prompt, options or {}, serving, on_update, self.max_length)
+        seq.after, needed = after, len(seq.prompt) + seq.most
         check_fits(self.pool, needed, ALL)
         check_fits(self.pool, seq.sources, None)
         adapter = seq.serving.adapter
