@@ -18,6 +18,11 @@ GROUPS = (
         "kinds of attention next to their own packages",
         "pip install --no-deps -r requirements-references.txt",
     ),
+    (
+        "requirements-clients",
+        "clients that others wrote",
+        "pip install --no-deps --target build/clients -r requirements-clients.txt",
+    ),
     (r"not installed|could not import|needs the", "other libraries", "pip install -e '.[all,dev]' ray"),
     (r"depend on the number of rows", "batch = alone by the library's own matmuls", "another processor"),
 )

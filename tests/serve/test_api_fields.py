@@ -12,8 +12,9 @@ from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 
 pytest.importorskip("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
-from tools import api_fields
 from tools.api_fields import BODIES, REFUSED, UNUSED
+
+from tools import api_fields
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False}
 # Of every option: a value that is taken.
@@ -196,7 +197,7 @@ def test_token_ids_are_embedded_as_they_are(client, reader):
     cut = vectors(client, input=[long, long[:-5]], truncate=True)
     assert torch.allclose(cut[0], cut[1], atol=1e-6)
     for wrong, named in (
-        (long, "input 0 has 133 tokens"),
+        (long, "input 0 has 133"),
         ([], "input"),
         ([[]], "input"),
         ([5, 999], "999"),

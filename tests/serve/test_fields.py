@@ -9,9 +9,13 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import clearhead as ch
+from clearhead.errors import InputError
+from clearhead.learn.tasks.generation import chat_ids
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
+from tests.serve import mixes
 
 PAIRS = {"model": "judge", "query": "which", "documents": ["one", "two"]}
 BODIES = {
@@ -200,6 +204,9 @@ def test_errors_have_the_codes_of_openai(client):
     for path, body, status, code in wrong:
         answer = client.post(path, json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.json()
+        # litellm and others know OpenAI's words.
+        known = "this model's maximum context length is" in answer.json()["error"]["message"]
+        assert known == (code == "context_length_exceeded")
     cut = client.post("/v1/embeddings", json={"model": "reader", "input": "b" * 5000, "truncate": True})
     assert cut.status_code == 200
     status, message, _ = post(
@@ -207,6 +214,41 @@ def test_errors_have_the_codes_of_openai(client):
     )
     assert status == 400
     assert "king" in message
+
+
+@pytest.mark.parametrize("shape", ["learned", "rope-gqa", "translator"])
+def test_a_text_longer_than_the_context_has_the_code_of_openai(shape, byte_tokenizer):
+    """Whatever limits it: a table of positions, what the model says, or the cache of the server."""
+    m = mixes.model(shape, byte_tokenizer)
+    for limits, longest in ((Limits(block=8), 128), (Limits(block=8, cache_tokens=64), 64)):
+        with TestClient(make_server({"m": ServeEngine(m, limits)}), base_url="http://127.0.0.1") as client:
+            room = longest - (1 if shape == "translator" else 30)  # its decoder begins with one token
+            prompt = "a" * 30
+            for asked, status in ((room, 200), (room + 1, 400)):
+                answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": asked})
+                assert answer.status_code == status, answer.json()
+            for body in ({"max_tokens": room + 1}, {"prompt": [5] * 900}, {"prompt": "a" * 40_000}):
+                answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1, **body})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+                assert "overflow" not in error["message"]  # which is no field over HTTP
+    if shape == "learned":
+        with pytest.raises(InputError, match="--max-model-len 400 is more than the 128 positions"):
+            ServeEngine(m, Limits(max_length=400))
+
+
+def test_a_message_may_say_who_speaks(client, writer):
+    """`name` is read where the template reads it, and changes nothing elsewhere; so does what is empty."""
+    path, body = "/v1/chat/completions", {**BODIES["/v1/chat/completions"], "temperature": 0}
+    (message,) = body["messages"]
+    plain = client.post(path, json=body).json()["choices"]
+    for more in ({"name": "ann"}, {"refusal": None, "annotations": [], "tool_calls": []}):
+        found = client.post(path, json={**body, "messages": [{**message, **more}]}).json()
+        assert found.get("choices") == plain, found
+    m = ch.Model(writer.model, writer.tokenizer)
+    m.settings = {"chat_template": "{% for m in messages %}<{{ m.name }}>{{ m.content }}{% endfor %}"}
+    named = [{**message, "name": "ann"}]
+    assert m.decode(chat_ids(m, named, {})) == "<ann>Hi"
 
 
 def test_vectors_have_length_one_and_ranking_counts_tokens(client):

@@ -70,8 +70,8 @@ def check_lengths(m: Bundle, texts: abc.Sequence[str | list[int]], prompt: str |
         (ids,) = vectors.rows_of(m, [text], prompt, cut=False)
         if len(ids) > room:
             raise RequestError(
-                f"input {number} has {len(ids)} tokens, and this model reads {room}: shorten it, or "
-                "send truncate: true",
+                f"this model's maximum context length is {room} tokens, and input {number} has "
+                f"{len(ids)}: shorten it, or send truncate: true",
                 "context_length_exceeded",
                 param="input",
             )

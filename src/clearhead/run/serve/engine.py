@@ -92,7 +92,7 @@ class ServeEngine:
             f"this model's head is {m.config.head}: it generates no text, so leave the draft model out",
         )
         if self.generates:
-            check_served(m.model)
+            check_served(m.model, self.max_length)
             self.pool = pool_for(spec, self.limits, m.config.max_positions, weight.dtype, weight.device)
 
     @functools.cached_property
@@ -164,17 +164,9 @@ class ServeEngine:
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
         assert self.pool is not None
         limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
-        given = served_options(options or {}, self.limits.cache)
-        seq = ServedSequence(self.m, prompt, given, serving or ServeOptions(), on_update)
-        seq.after = after
-        needed = len(seq.prompt) + seq.most
-        if max(needed, seq.sources) > self.max_length:
-            raise RequestError(
-                f"this model's context length is {self.max_length} tokens, and the request has "
-                f"{seq.prompt_tokens} in its prompt and asks for {seq.most}: shorten one of them, or start "
-                "the server with a larger --max-model-len",
-                "context_length_exceeded",
-            )
+        given, serving = served_options(options or {}, self.limits.cache), serving or ServeOptions()
+        seq = ServedSequence(self.m, prompt, given, serving, on_update, self.max_length)
+        seq.after, needed = after, len(seq.prompt) + seq.most
         check_fits(self.pool, needed, ALL)
         check_fits(self.pool, seq.sources, None)
         if adapter := seq.serving.adapter:

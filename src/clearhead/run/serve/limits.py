@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from clearhead.core.config import StackSpec
-from clearhead.errors import refuse
+from clearhead.errors import RequestError, refuse
 from clearhead.run.generate.request import DEFAULTS
 from clearhead.run.serve.kv_cache import Group, Pool, blocks_for, token_bytes
 
@@ -90,11 +90,12 @@ def chunk_size(limits: Limits, gpu: bool) -> int:
 def check_fits(pool: Pool, tokens: int, group: Group) -> None:
     """Refuse a text that the pool could never hold."""
     room = pool.blocks[group].count if group in pool.blocks else 0
-    refuse(
-        room and blocks_for(tokens, pool.size) > room,
-        f"a text of {tokens} tokens does not fit into the {room * pool.size} that the server holds: "
-        "shorten it, or give the server a larger cache",
-    )
+    if room and blocks_for(tokens, pool.size) > room:
+        raise RequestError(
+            f"a text of {tokens} tokens does not fit into the {room * pool.size} that the server holds: "
+            "shorten it, or give the server a larger cache",
+            "context_length_exceeded",
+        )
 
 
 def check_prompt(pool: Pool, prompt: str | Sequence[int], group: Group) -> None:

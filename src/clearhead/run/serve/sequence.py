@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
-from clearhead.errors import refuse
+from clearhead.errors import RequestError, refuse
 from clearhead.learn.tasks.generation import Hooks, Prompt, asked_for, generation_of, prompts_of, stream_of
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
@@ -70,10 +71,11 @@ class ServedSequence(Sequence):
         options: Mapping[str, Any],
         serving: ServeOptions,
         on_update: OnUpdate | None = None,
+        longest: int | None = None,
     ) -> None:
         """Check what is asked and encode the prompt; `on_update` is called from the engine's thread.
 
-        `options` are `served_options`.
+        `options` are `served_options`. `longest`: the context length; default: the model's own.
         """
         self._cancelled, self._done = threading.Event(), threading.Event()
         request, (text,), ends = asked_for(m, [prompt], options, Hooks(cancel=self._cancelled))
@@ -83,11 +85,12 @@ class ServedSequence(Sequence):
         )
         self.request, self.serving, self.on_update = request, serving, on_update
         self.prompts = prompts_of(m, [text])
+        self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
+        check_length(len(self.prompts.ids[0]), self.sources, self.most, longest or m.max_length)
         check_request(m.model, request, self.prompts, ends)
         stream = partial(stream_of, m, request, self.prompts)
         self.sampler = Sampler(m.model, request, replace(ends, stream=stream))
         super().__init__(self.sampler, self.prompts)
-        self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
         self.times = Times()
         self.prompt_logprobs: list[float] = []
         self.prompt_alternatives: list[list[tuple[int, float]]] = []
@@ -268,8 +271,24 @@ def served_options(options: Mapping[str, Any], cache: str | None) -> dict[str, A
     return {name: value for name, value in options.items() if name != "cache"}
 
 
-def check_served(model: Transformer) -> None:
-    """Refuse a model that the engine cannot run."""
+def check_length(prompt: int, sources: int, new: int, longest: int) -> None:
+    """Refuse a text that does not fit into the context; `sources`: tokens that an encoder reads."""
+    if max(prompt + new, sources) > longest:
+        raise RequestError(  # litellm knows OpenAI's words, and not its code
+            f"this model's maximum context length is {longest} tokens, and the request has "
+            f"{prompt + sources} in its prompt and asks for {new}: shorten one of them, or start the server "
+            "with a larger --max-model-len, if the model can have it",
+            "context_length_exceeded",
+        )
+
+
+def check_served(model: Transformer, longest: int) -> None:
+    """Refuse a model that the engine cannot run, or not with a context of so many tokens."""
+    positions = model.config.max_positions
+    refuse(
+        model.config.positions in TABLES and longest > positions,
+        f"--max-model-len {longest} is more than the {positions} positions of this model's table: lower it",
+    )
     refuse(
         min(model.config.main.capacities) < 1,
         "a model whose layers take some tokens alone (depth_capacity) is not served: use generate",
