@@ -18,6 +18,7 @@ BODIES = {
     "/v1/completions": {"model": "writer", "prompt": "ab", "max_tokens": 1},
     "/v1/chat/completions": dict(model="writer", messages=[{"role": "user", "content": "Hi"}], max_tokens=1),
     "/v1/embeddings": {"model": "reader", "input": "ab"},
+    "/pooling": {"model": "reader", "input": "ab"},
     "/v1/classify": {"model": "judge", "input": "ab"},
     "/v1/rerank": PAIRS,
     "/v1/score": PAIRS,
