@@ -26,6 +26,7 @@ BODIES = {
     "/v1/messages": dict(model="writer", messages=[{"role": "user", "content": "Hi"}], max_tokens=1),
     "/v1/messages/count_tokens": {"model": "writer", "messages": [{"role": "user", "content": "Hi"}]},
     "/v1/embeddings": {"model": "reader", "input": "ab"},
+    "/pooling": {"model": "reader", "input": "ab"},
     "/v1/classify": {"model": "judge", "input": "ab"},
     "/v1/rerank": PAIRS,
     "/v1/score": PAIRS,
