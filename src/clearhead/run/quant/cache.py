@@ -55,7 +55,7 @@ class Int8KV(LayerKV):
         self.k, self.v = parts[0], parts[2]  # for the number of rows
 
     def _wide(self, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers that codes before slot `stop` stand for."""
+        """Dequantize the slots before `stop`."""
         codes, scales, v_codes, v_scales = (part.narrow(2, 0, stop).to(self.dtype) for part in self.parts)
         return codes.mul_(scales), v_codes.mul_(v_scales)
 
