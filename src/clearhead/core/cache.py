@@ -65,7 +65,7 @@ class LayerKV:
             self.k, self.v = self.k[rows], self.v[rows]
 
     def follow(self, tokens: TokenInfo | None) -> None:
-        """Forget all but `tokens`, those that a cropped cache still has; slots past them are written anew."""
+        """Forget all but `tokens`, those that a cropped cache still has; slots past them are overwritten."""
 
 
 # For layers that keep a state, or the latest keys, in place of all keys.

@@ -188,7 +188,7 @@ class View:
         return replace(self, rotary=None)
 
     def spelled_out(self) -> "View":
-        """Return the same view with a mask and a bias, also where blocks stand for them."""
+        """Return the same view with a dense mask and bias, also where it was planned by blocks."""
         return self if self.dense is None else replace(self.dense(), rotary=self.rotary)
 
 

@@ -69,7 +69,7 @@ class Residual(nn.Module):
 
 
 class LayerInputs(NamedTuple):
-    """What a layer reads besides the residual stream."""
+    """The inputs of a layer besides the residual stream."""
 
     view: View
     keys: LayerKV | None = None  # those of earlier tokens, where there is a cache
@@ -196,7 +196,7 @@ class Stack(nn.Module):
         return tap("hidden", tap.step("norm", self.norm(x)) if self.norm is not None else x)
 
     def layer_inputs(self, blocks: list[Block], call: StackCall, memory: Memory | None) -> list[LayerInputs]:
-        """Return what the block of each layer reads besides the residual stream."""
+        """Return the inputs of each layer besides the residual stream: its view and its keys and values."""
         views, cache = self.views(self.spec.whole_kinds, call), call.cache
         hidden = cross_view = None
         if memory is not None:

@@ -42,7 +42,7 @@ class Dialect:
 
 
 def _turned(x: Tensor, heads: int, apart: bool) -> Tensor:
-    """Put the two numbers of each rotated pair side by side, or, `apart`, half a head apart."""
+    """Permute rotated pairs to the interleaved layout, or, with `apart`, to the half layout."""
     pairs = x.reshape(heads, *((-1, 2) if apart else (2, -1)), *x.shape[1:])
     return pairs.transpose(1, 2).reshape(x.shape)
 

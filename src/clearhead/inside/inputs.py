@@ -398,7 +398,7 @@ class CachedPass(Prepared):
 
     @property
     def keeps_graph(self) -> bool:
-        """Whether gradients share one pass; of a long text each takes a pass of its own."""
+        """Whether gradients share one pass; for a long text each takes its own."""
         return self._pattern_numbers <= LARGEST_GRAPH
 
     @property
@@ -419,7 +419,7 @@ class CachedPass(Prepared):
         self.__dict__.pop("_graph", None)
 
     def record_graph(self, last: str, *patterns: str) -> Recording:
-        """Return activations with their graph; of a long text, only those before the activation `last`."""
+        """Return activations with their autograd graph; for a long text, only those before `last`."""
         return self._graph if self.keeps_graph else super().record_graph(last, *patterns)
 
     def record(self, *patterns: str, logits: Literal["all", "none"] = "all") -> tuple[Output, Recording]:

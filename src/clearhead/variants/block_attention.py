@@ -46,7 +46,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Which keys the blocks of queries meet, with masks and biases of these alone."""
+    """The blocks of keys that each block of queries attends to, with their masks and biases."""
 
     size: int  # b
     index: Tensor  # B|1 N M: numbers of the blocks of keys
@@ -99,7 +99,7 @@ class BlockPlan:
         attend: Callable[..., Tensor],
         heads: list[int] | None,
     ) -> Tensor:
-        """Gather the blocks of keys that each block of queries meets, and attend to them: [B,H,T,Ev]."""
+        """Gather the blocks of keys for each block of queries, and attend to them: [B,H,T,Ev]."""
         B, H, T, _ = q.shape
         b, (rows, N, M) = self.size, self.index.shape
 

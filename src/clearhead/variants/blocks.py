@@ -162,7 +162,7 @@ def _planned(
 
 @functools.lru_cache(maxsize=256)
 def plain_blocks(kind: Kind, length: int, causal: bool) -> tuple[int, int, int] | None:
-    """Return the size of a block, how many each meets, and the global queries of a row without padding.
+    """Return block size, key blocks per query block, and global queries, of a row without padding.
 
     Columns, of strided attention, have as many pairs as one of their tokens for each remainder would have if
     it saw all: they count as global queries. None: a dense mask is made.

@@ -74,7 +74,7 @@ class LayerState(LayerKV):
         return self.state
 
     def follow(self, tokens: TokenInfo | None) -> None:
-        """Begin anew where no token is left."""
+        """Reset the state if no token is left."""
         if tokens is None and self.begins:
             for buffer, value in zip(self.state, self.begins):
                 buffer.fill_(value)

@@ -170,7 +170,7 @@ class DisentangledAttention(Attention):
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
-        """Yield the steps of an attention of T tokens, and of the distances that it meets."""
+        """Yield the steps of an attention of T tokens, and of its relative-distance terms."""
         B, H, K, E = run.batch, len(spec.heads_of(name)), spec.kv_heads_of(name), spec.d_head
         R, D, both = spec.relative_buckets, spec.d_model, 2 if spec.relative_terms == "both" else 1
         for step in attention_steps(spec, run, name, T, T, kind, "attention"):

@@ -168,7 +168,7 @@ def signed_row(distance: int, config: ModelConfig) -> int:
 def by_distance(
     inputs: ReferenceInputs, name: str, row: ReferenceRow, head: int, q: Tensor, k: Tensor
 ) -> Tensor:
-    """Return what one head adds to its scores where queries and keys [T, E] meet distances: [T, T]."""
+    """Return the relative-distance terms of one head's scores, from queries and keys [T, E]: [T, T]."""
     config, plan = inputs.config, row.plan
     vectors = inputs.weight(f"{row.stack}.positions.table.weight")
     if config.relative_norm:
@@ -315,7 +315,7 @@ class Reference(ReferenceInputs):
     def attended(
         self, name: str, layer: int, row: ReferenceRow, memory: Memory, x: Tensor, kind: Kind, which: str = ""
     ) -> Tensor:
-        """Return what the heads find, side by side: [T, D] -> [T, H·V]; `which` names the projections."""
+        """Return the concatenated outputs of the heads: [T, D] -> [T, H·V]; `which` names the projections."""
         config, plan, cross = self.config, row.plan, memory is not None
         (read, keys), window = memory or (x, row), kind.reach
         q, k, v = (self.linear(f"{name}.{part}{which}", x if part == "q" else read) for part in "qkv")

@@ -245,7 +245,7 @@ def train_rung(rung: Rung, text: Tensor, unseen: Tensor, vocab_size: int, seed: 
 
 
 def _windows(text: Tensor, length: int) -> Tensor:
-    """Return windows side by side, each with the token that follows: [B, T + 1]."""
+    """Return consecutive windows, each with the token that follows: [B, T + 1]."""
     return text.unfold(0, length + 1, length)
 
 

@@ -100,7 +100,7 @@ class Batch:
         return replace(self, **{name: value[chosen] for name, value in values.items() if value is not None})
 
     def to(self, device: torch.device | str) -> Batch:
-        """Return the batch on a device; to a GPU it is copied from pinned memory while the CPU goes on."""
+        """Return the batch on a device; to a GPU it is copied asynchronously from pinned memory."""
         device = torch.device(device)
         copied = device.type == "cuda" and self.ids.device.type == "cpu"
         moved = replace(
@@ -141,7 +141,7 @@ class Batches(ABC):
         """Return batch 0, 1, 2, ... without end: epochs follow one another, each in its own order."""
 
     def all(self) -> Iterator[Batch]:
-        """Yield one epoch; of a validation set every example exactly once, in the same order each time."""
+        """Yield one epoch; a validation set in a fixed order, every example exactly once."""
         return (self.at(index) for index in range(self.per_epoch))
 
 

@@ -63,7 +63,7 @@ def part_like(full: Tensor, held: Any) -> Tensor:
 
 
 def parted(full: Tensor, held: Any) -> Tensor:
-    """Return a copy of a whole tensor as `held` is, on its device; of a DTensor, the part of this process."""
+    """Return a copy of a whole tensor, placed as `held`: its device, and for a DTensor this rank's shard."""
     whole = not hasattr(held, "device_mesh") or full.shape != held.shape
     part = (full if whole else part_like(full, held)).to(local(held).device, copy=True)
     if whole:
@@ -189,7 +189,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part:
-    """Return a copy, in main memory, of what this process holds of a tensor."""
+    """Return a CPU copy of this rank's shard of a tensor."""
     return Part(tuple(tensor.shape), place_of(tensor), local(tensor.detach()).to("cpu", copy=True))
 
 

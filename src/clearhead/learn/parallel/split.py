@@ -509,7 +509,7 @@ class LocalRows(nn.Linear):
 
 
 class LocalWords(nn.Linear):
-    """An output layer with some of the words: what the processes find is laid side by side."""
+    """An output layer split by vocabulary; logits are gathered from all processes."""
 
     group: dist.ProcessGroup
     size: int
@@ -525,7 +525,7 @@ class LocalWords(nn.Linear):
 
 
 class LocalTable(nn.Embedding):
-    """A token table with some of the words: a token is nothing where it is not."""
+    """A token table split by vocabulary; ids of other ranks give zeros before the all-reduce."""
 
     group: dist.ProcessGroup
     rank: int

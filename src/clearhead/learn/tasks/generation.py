@@ -68,7 +68,7 @@ class GenerateOptions(TranslateOptions, total=False):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a generation calls or runs besides the model; apart from the request, since none of it is data."""
+    """Callbacks and helpers of a generation; apart from the request, which is data."""
 
     on_text: OnText | None = None
     cancel: Cancel | None = None  # set, or True: every row ends with what it has

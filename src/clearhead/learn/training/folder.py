@@ -73,7 +73,7 @@ def new_folder(
 
 @contextmanager
 def resumed_folder(folder: Path, on_event: OnEvent) -> Iterator[Path]:
-    """Lock the folder of a run that goes on."""
+    """Lock the folder of a run that is resumed."""
     none = f"{folder} holds no run that can be resumed: it needs {RECIPE} and a checkpoint"
     refuse(not folder.is_dir(), none, CheckpointError)
     with locked(folder, on_event):

@@ -369,7 +369,7 @@ def settled(
 
 
 def is_based(recipe: Recipe) -> bool:
-    """Return True if a run goes on from the weights of a model."""
+    """Return True if a run starts from the weights of a model."""
     return BASE in recipe.model and recipe.model[BASE] not in build.NAMED
 
 
@@ -431,7 +431,7 @@ def keep_reference(run: TrainingRun, job: Job) -> None:
 
 
 def read_reference(run: TrainingRun) -> None:
-    """Read the reference of a run that goes on."""
+    """Read the stored reference of a run that is resumed."""
     for side, batches in _sides(run).items():
         path = run.folder / CACHE / f"reference-{side}.npy"
         try:

@@ -367,7 +367,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def changed_recipe(folder: Path, settings: Settings) -> Recipe:
-    """Read the recipe of a run that goes on, with settings that a run may change on its way."""
+    """Read the recipe of a run that is resumed, with the settings that may change on resume."""
     old, new = (read_recipe(folder / RECIPE, some) for some in ((), settings))
     for section in SECTIONS:
         ours, theirs = (plain(getattr(recipe, section)) for recipe in (old, new))

@@ -68,7 +68,7 @@ class Ema:
         return {"updates": torch.tensor(self.updates), **(self.weights if whole else {})}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Set the average to what `state` returned; where that has no weights, keep those it began with."""
+        """Load the average from what `state` returned; if it has no weights, keep the initial ones."""
         self.updates = int(state.get("updates", 0))
         if state.keys() == {"updates"}:
             return

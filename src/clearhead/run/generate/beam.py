@@ -211,7 +211,7 @@ def _scores(
 
 
 def _count(request: Request, stops: int) -> int:
-    """Return how many candidates of a group suffice, so that one for each beam goes on, whichever end."""
+    """Return how many candidates a group needs, so that every beam continues even if some end."""
     return max(2, 1 + stops) * request.group_size
 
 

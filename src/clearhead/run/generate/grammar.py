@@ -318,7 +318,7 @@ def check_matcher(matcher: "LLMatcher", constraint: Constraint) -> None:
 
 
 def vocabulary_of(tokens: Sequence[bytes]) -> "LLTokenizer":
-    """Return tokens as llguidance takes them; one id more stands for the end of a text."""
+    """Return the vocabulary for llguidance, with one more id for the end of a text."""
     library = _library()
     wrapped = library.TokenizerWrapper(_Spelled([*tokens, b"<end>"]))
     made: LLTokenizer = library.LLTokenizer(wrapped, slices=[])

@@ -54,7 +54,7 @@ class Drafter(Protocol):
 
 
 class PromptLookup:
-    """Proposes that the row goes on as it did after the same tokens; `before` is other text to look in."""
+    """Drafts the tokens that followed the same n-gram earlier in the row, or in the text `before`."""
 
     def __init__(self, count: int, before: abc.Sequence[int] = ()) -> None:
         self.count, self.start = count, len(before)

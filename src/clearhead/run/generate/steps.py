@@ -105,7 +105,7 @@ class CompiledStep:
 
 
 class OnHost:
-    """A tensor on its way to the host, while the device goes on."""
+    """An asynchronous copy of a tensor to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

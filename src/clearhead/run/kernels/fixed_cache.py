@@ -212,7 +212,7 @@ NOTHING = -1  # in place of a token: the logits are not numbers
 
 
 class MatmulConfig(NamedTuple):
-    """What the kernel of a matmul does besides: a norm before it; bias, gate and residual after it."""
+    """What is fused into a matmul: a norm before it; bias, gate and residual after it."""
 
     bias: Tensor | None = None  # N
     scale: Tensor | None = None  # D: of the RMS norm; None: no norm

@@ -184,7 +184,7 @@ def _quantized(
 def step_attend(
     qkv: Tensor, keys: Tensor, values: Tensor, slot: Tensor, mask: Tensor, form: HeadConfig
 ) -> Tensor:
-    """Attend with one token's queries, keys and values, side by side: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
+    """Attend with the packed queries, keys and values of one token: [B, 1, (H+K)·E + K·Ev] -> [B, 1, H·Ev].
 
     The keys and values go to `slot` [1] of the buffers [B, K, S, E] and [B, K, S, Ev]. `mask` [B|1, S] says
     which of the slots before it may be seen; the token sees itself.

@@ -98,7 +98,7 @@ class NativeModel(DecodeModel):
         return step
 
     def _simple(self) -> bool:
-        """Return True if every layer sees all tokens, and none is turned by the length of the text."""
+        """Return True if every layer sees all tokens, and rotary angles do not depend on the length."""
         stack = self.main
         spec = stack.spec
         return (

@@ -58,7 +58,7 @@ def settle(part: nn.Module) -> None:
 
 
 def original(part: nn.Module) -> type[nn.Module]:
-    """Return the class that a replacement of training stands for; for other parts, their own class."""
+    """Return the class that a part for training replaces; for other parts, their own class."""
     return cast(type[nn.Module], getattr(type(part), "stands_for", type(part)))
 
 
@@ -194,7 +194,7 @@ def bias_of(layer: nn.Linear) -> Tensor:
 
 
 class PackedLinear(Direct):
-    """A linear layer that keeps its weight a second time, laid out for a few rows at once.
+    """A linear layer with a second copy of its weight, packed for matmuls of a few rows.
 
     The first matmul after a `refresh` that needs it looks through the weight, and packs it again where it
     has changed.

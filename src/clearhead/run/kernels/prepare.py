@@ -122,7 +122,7 @@ def _below_routers(model: Transformer) -> frozenset[nn.Module]:
 
 
 def _replacement(part: nn.Module, way: Way) -> nn.Module:
-    """Build what stands for a part; the parts within it are still those of the model, or fused from them."""
+    """Build the replacement of a part, from the model's own modules or fused ones."""
     kind = original(part)
     if isinstance(part, Block):
         return _block(part, way)
@@ -137,7 +137,7 @@ def _replacement(part: nn.Module, way: Way) -> nn.Module:
 
 
 def _block(block: Block, way: Way) -> nn.Module:
-    """Build what stands for a block: one call of a kernel or of C where that suits, else fused parts."""
+    """Build the replacement of a block: one kernel or one call of C where that suits, else fused parts."""
     if way.backend != "native":
         kernels = way.backend == "kernels"
         return _fused(block, StepBlock if kernels and suits_kernels(block) else original(block), kernels)
@@ -261,7 +261,7 @@ class StepBlock(Direct, Block):
         return step_attend(self.projected(x), *found, self.formula(view))
 
     def projected(self, x: Tensor) -> Tensor:
-        """Return queries, keys and values side by side: [B, 1, D] -> [B, 1, (H+K)·E + K·Ev]."""
+        """Return packed queries, keys and values: [B, 1, D] -> [B, 1, (H+K)·E + K·Ev]."""
         assert isinstance(self.attention, FusedAttention)
         return _normed(x, self.attention_residual.before, self.attention.qkv)
 

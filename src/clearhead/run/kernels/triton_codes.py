@@ -301,7 +301,7 @@ def _spread_kernel(
 
 
 def spread(weight: Codes, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-    """Return the numbers that the codes stand for, of all rows or of those of `ids` [n]: [N, D]."""
+    """Dequantize all rows, or those of `ids` [n]: [N, D]."""
     count, (_, width) = len(weight.words) if ids is None else len(ids), weight.words.shape
     out = torch.empty(count, weight.columns, dtype=dtype, device=weight.words.device)
     _spread_kernel[(count, triton.cdiv(width, 128))](

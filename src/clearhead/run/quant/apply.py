@@ -219,7 +219,7 @@ def refuse_quantized(model: nn.Module, what: str) -> None:
 
 @torch.no_grad()
 def dequantized(model: Transformer) -> Transformer:
-    """Return a copy in floating point with the numbers that the codes stand for."""
+    """Return a dequantized copy, in floating point."""
     made = shared_copy(model)
     for name, part in quantized_parts(model).items():
         weight = nn.Parameter(part.weight, requires_grad=False)

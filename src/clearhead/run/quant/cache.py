@@ -56,7 +56,7 @@ class Int8KV(LayerKV):
         self.k, self.v = parts[0], parts[2]  # for the number of rows
 
     def _wide(self, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the numbers that codes before slot `stop` stand for."""
+        """Dequantize the slots before `stop`."""
         codes, scales, v_codes, v_scales = (part.narrow(2, 0, stop) for part in self.parts)
         return widened(codes, scales, self.dtype), widened(v_codes, v_scales, self.dtype)
 

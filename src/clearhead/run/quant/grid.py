@@ -99,7 +99,7 @@ class Quantized(NamedTuple):
     offsets: Tensor | None  # R G 4, bfloat16
 
     def weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the numbers that the codes stand for: [N, D]."""
+        """Return the dequantized weight: [N, D]."""
         offsets = None if self.offsets is None else self.by_row(self.offsets)
         return self._numbers(self.integers(), self.by_row(self.scales), offsets, dtype)
 
@@ -121,7 +121,7 @@ class Quantized(NamedTuple):
         return self._numbers(wide[chosen], scales, offsets, dtype)
 
     def _numbers(self, codes: Tensor, scales: Tensor, offsets: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that codes [n, C] with scales [n, G] stand for: [n, D]."""
+        """Dequantize codes [n, C] with scales [n, G]: [n, D]."""
         wide = torch.promote_types(dtype, torch.float32)
         groups = self.grid.split(codes[:, : self.columns].to(wide)) * scales.to(wide)[..., None]
         if offsets is not None:
@@ -190,13 +190,13 @@ def _least_squares(
 
 
 def _grown(codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
-    """Return the numbers that codes stand for: [N, G, group]."""
+    """Dequantize codes: [N, G, group]."""
     made = codes * scales.float()[..., None]
     return made if offsets is None else made + offsets.float()[..., None]
 
 
 def numbers(grid: Grid, codes: Tensor, scales: Tensor, offsets: Tensor | None) -> Tensor:
-    """Return the numbers that codes [N, D] stand for, before they are laid out: [N, D]."""
+    """Dequantize codes [N, D], before they are packed into tiles: [N, D]."""
     return _grown(grid.split(codes), scales, offsets).flatten(1)[:, : codes.shape[1]]
 
 
@@ -259,7 +259,7 @@ class Codes(NamedTuple):
     offsets: Tensor | None  # N R, bfloat16
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """Return the numbers that the codes stand for: [N, D]."""
+        """Return the dequantized weight: [N, D]."""
         codes = self.words.view(torch.uint8).view(len(self.words), -1, 1, 4, 2, 2)  # unit, half, word, pair
         if self.bits == 4:
             codes = torch.cat([codes & 15, codes >> 4], dim=2)

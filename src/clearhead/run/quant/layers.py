@@ -49,7 +49,7 @@ class QuantizedWeight(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight in the model's dtype, made anew at each call: [N, D]."""
+        """The weight in the model's dtype, dequantized at each call: [N, D]."""
         weight = self.made.weight(torch.promote_types(self.place.dtype, torch.float32))
         return (weight if self.smooth is None else weight * self.smooth).to(self.place.dtype)
 

@@ -61,7 +61,7 @@ class ChatEncoder:
         self.eos = self.tokenizer.token_to_id(self.template.tokens.get("eos_token", ""))
 
     def __call__(self, messages: Sequence[Message], tools: Any = None, place: str = "") -> list[Learned]:
-        """Return the rows of a conversation; more than one where the template writes earlier turns anew."""
+        """Return the rows of a conversation; more than one where the template rewrites earlier turns."""
         try:
             texts = self.template.learned(messages, tools)
         except InputError as error:
