@@ -289,7 +289,7 @@ def test_a_failure_in_a_stream_is_an_event_and_nothing_is_kept():
 
 
 def kept(id: str, size: int = 1) -> Kept:
-    return Kept({"id": id, "output": [{"id": f"item of {id}"}]}, [], size)
+    return Kept({"id": id, "output": [{"id": f"item of {id}", "type": "message"}]}, [], size)
 
 
 def test_memory_is_bounded_and_each_key_s_own(monkeypatch):
@@ -305,11 +305,13 @@ def test_memory_is_bounded_and_each_key_s_own(monkeypatch):
         assert missing.value.status == 404
     memory.find("a", "r1")  # it is in use: another one goes
     memory.keep("a", kept("r4"))
-    assert memory.find("a", "r1") and memory.item("a", "item of r4") == {"id": "item of r4"}
+    reference = {"type": "item_reference", "id": "item of r4"}
+    assert memory.find("a", "r1").conversation[0]["id"] == "item of r1"
+    assert memory.resolved("a", [reference]) == [{"id": "item of r4", "type": "message"}]
     with pytest.raises(RequestError):
         memory.find("a", "r2")
     with pytest.raises(RequestError, match="of no response that is kept"):
-        memory.item("b", "item of r4")
+        memory.resolved("b", [reference])
     memory.keep("a", kept("large", 99))
     assert memory.find("a", "large")
     with pytest.raises(RequestError):

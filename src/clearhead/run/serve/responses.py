@@ -25,6 +25,7 @@ MOST_KEPT = 1000  # responses of one key; the one that was asked for longest ago
 MOST_BYTES = 64_000_000  # of the conversations that are kept for one key, as they were sent
 NAMES = {"content": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 KINDS = {"content": "message", "reasoning": "reasoning", "call": "function_call"}
+ECHOED = {"text", "reasoning", "tool_choice"}  # of a request, in the response
 SHOWN = {"type", "name", "description", "parameters", "strict"}  # of a tool, in the response
 
 Items = list[dict[str, Any]]
@@ -56,22 +57,21 @@ class Memory:
     def find(self, owner: str, id: str, param: str = "response_id") -> Kept:
         """Return a response; one of another owner is not there."""
         if id not in self._of[owner]:
+            line = f'response "{id:.100}" is not here: it was not kept, or not for long'
             code = "not_found" if param == "response_id" else "previous_response_not_found"
-            raise RequestError(
-                f'response "{id:.100}" is not here: it was not kept, or not for long', code, 404, param
-            )
+            raise RequestError(line, code, 404, param)
         self._of[owner].move_to_end(id)
         return self._of[owner][id]
 
-    def item(self, owner: str, id: str) -> dict[str, Any]:
-        """Return an item of a response that is kept."""
-        for kept in reversed(self._of[owner].values()):
-            for item in kept.conversation:
-                if item.get("id") == id:
-                    return item
-        raise RequestError(
-            f'item "{id:.100}" is of no response that is kept: send it whole', "not_found", 404, "input"
-        )
+    def resolved(self, owner: str, items: Items) -> Items:
+        """Return items with those of kept responses in the place of references to them."""
+        wanted = {item["id"] for item in items if item["type"] == "item_reference"}
+        own = (item for kept in self._of[owner].values() for item in kept.conversation) if wanted else ()
+        known = {item["id"]: item for item in own if item["id"] in wanted}
+        for id in wanted - known.keys():
+            line = f'item "{id:.100}" is of no response that is kept: send it whole'
+            raise RequestError(line, "not_found", 404, "input")
+        return [known[item["id"]] if item["type"] == "item_reference" else item for item in items]
 
     def keep(self, owner: str, kept: Kept) -> None:
         """Keep a response, and as many of those before it as there is room for."""
@@ -183,9 +183,7 @@ class Answer:
     def _response(self, status: str, **known: Any) -> dict[str, Any]:
         """Return the response as it is now: what was asked, and what is known."""
         body = self.body
-        asked = body.model_dump(
-            by_alias=True, exclude_none=True, include={"text", "reasoning", "tool_choice"}
-        )
+        asked = body.model_dump(by_alias=True, exclude_none=True, include=ECHOED)
         return {
             "id": self.id,
             "object": "response",
@@ -258,16 +256,14 @@ def add_responses(app: FastAPI, chat: Chat) -> None:
     """Add the routes below /v1/responses."""
     memory = Memory()
 
-    def conversation(body: InputBody, owner: str) -> Items:
-        """Return the items that are answered, those of the responses before included."""
-        previous, before = body.previous_response_id, Items()
-        if previous is not None:
-            before = memory.find(owner, previous, "previous_response_id").conversation
-        given = plain_items(body.input or [])
-        referred = [
-            memory.item(owner, item["id"]) if item["type"] == "item_reference" else item for item in given
-        ]
-        return before + referred
+    def conversation(body: InputBody, owner: str) -> tuple[Items, int]:
+        """Return the items that are answered, earlier responses included, and their size."""
+        items = memory.resolved(owner, plain_items(body.input or []))
+        size, previous = _size(items), body.previous_response_id
+        if previous is None:
+            return items, size
+        before = memory.find(owner, previous, "previous_response_id")
+        return before.conversation + items, before.size + size
 
     async def fitted(body: InputBody, items: Items) -> ChatBody:
         """Return the chat that is answered; without its oldest turns where `truncation` lets them go."""
@@ -293,16 +289,13 @@ def add_responses(app: FastAPI, chat: Chat) -> None:
 
     @app.post("/v1/responses")
     async def create(body: ResponsesBody, request: Request) -> Response:
-        owner, size = _owner(request), len(await request.body())
-        items = conversation(body, owner)
-        if body.previous_response_id is not None:
-            size += memory.find(owner, body.previous_response_id, "previous_response_id").size
+        owner = _owner(request)
+        items, size = conversation(body, owner)
         answer = Answer(body, await chat.begin(await fitted(body, items), request))
 
         def keep(response: dict[str, Any]) -> None:
             if body.store is not False:
-                new = sum(len(block.text) for block in answer.blocks.blocks)
-                memory.keep(owner, Kept(response, items, size + new))
+                memory.keep(owner, Kept(response, items, size + _size([response])))
 
         if body.stream:
             return StreamingResponse(answer.stream(keep), media_type="text/event-stream")
@@ -312,7 +305,8 @@ def add_responses(app: FastAPI, chat: Chat) -> None:
 
     @app.post("/v1/responses/input_tokens")
     async def input_tokens(body: InputBody, request: Request) -> Any:
-        tokens, _ = await chat.count(await fitted(body, conversation(body, _owner(request))))
+        items, _ = conversation(body, _owner(request))
+        tokens, _ = await chat.count(await fitted(body, items))
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
     @app.get("/v1/responses/{id}")
@@ -329,7 +323,7 @@ def add_responses(app: FastAPI, chat: Chat) -> None:
     async def cancel(id: str, request: Request) -> Any:
         memory.find(_owner(request), id)
         raise InputError(
-            "this response has ended: one that is being made is cancelled by closing its connection"
+            "this response has ended: close the connection of one that is being made to cancel it"
         )
 
     @app.get("/v1/responses/{id}/input_items")
@@ -346,12 +340,14 @@ def add_responses(app: FastAPI, chat: Chat) -> None:
         refuse(after is not None and after not in ids, f'after "{after!s:.100}" is no item of this response')
         start = 0 if after is None else ids.index(after) + 1
         data = items[start : start + limit]
-        ends = (
-            {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
-            if data
-            else {"first_id": None, "last_id": None}
-        )
-        return {"object": "list", "data": data, **ends, "has_more": start + limit < len(items)}
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        more = start + limit < len(items)
+        return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
+
+
+def _size(items: Items) -> int:
+    """Return about how many bytes items take."""
+    return sum(len(repr(item)) for item in items)
 
 
 def _owner(request: Request) -> str:
