@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clearhead.app.commands.common import Folder, check_inputs, load_model, print_notes
 from clearhead.app.commands.retrieve import Passages, Retrieve
 from clearhead.app.views import Repeated
 from clearhead.errors import InputError, MissingExtraError, refuse
+from clearhead.learn.parallel import first_here, started
 
 if TYPE_CHECKING:
     from clearhead.run.serve.engine import ServeEngine
+    from clearhead.run.serve.processes import Processes
 
 KEY = "CLEARHEAD_API_KEY"
 
 
+def _in_all_processes(command: Callable[..., None]) -> Callable[..., None]:
+    """Let the processes of `torchrun`, if any, run a command together; a mistake is said by one of them."""
+
+    @functools.wraps(command)
+    def run(*given: Any, **named: Any) -> None:
+        if not started():
+            return command(*given, **named)
+        from clearhead.learn.parallel.world import joined
+
+        with joined():
+            command(*given, **named)
+
+    return run
+
+
+@_in_all_processes
 def serve(
     folder: Folder,
     *,
@@ -71,6 +91,7 @@ def serve(
       clearhead serve my-model/ --adapter polite=lora-run/
       clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
       clearhead serve my-model/ --retrieve notes.index
+      torchrun --nproc-per-node 2 -m clearhead serve my-model/
     """
     given = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
     updates = dict(tuned := [_named(stated, "adapter") for stated in adapter])
@@ -92,7 +113,8 @@ def serve(
     from clearhead.labs.retrieval.index import Index
     from clearhead.run.serve.limits import Limits
 
-    served = None if retrieve is None else ServedPassages(Index(retrieve), passages)
+    processes = _processes({"--adapter": adapter, "--exact": exact, "--page": page})
+    served = None if retrieve is None or not first_here() else ServedPassages(Index(retrieve), passages)
     waiting = max(1, max_running // 8) if max_waiting is None else max_waiting
     limits = Limits(
         step_tokens,
@@ -105,11 +127,20 @@ def serve(
         lookup=lookup,
         max_length=max_model_len,
     )
-    listening = bind(host, port)
+    listening = bind(host, port) if processes is None else None
     engines = {
-        name: _engine(where, limits, device, dtype, updates if where is folder else {})
+        name: _engine(where, limits, device, dtype, updates if where is folder else {}, processes)
         for name, where in folders.items()
     }
+    if processes is not None:
+        from clearhead.run.serve.batch import model_fingerprint
+
+        files = {f"{name}/": model_fingerprint(where)[:16] for name, where in folders.items()}
+        processes.meet({"options": repr(limits), **files})
+        if not processes.first:
+            processes.follow()
+            return
+    listening = listening or bind(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     if not is_loopback(host) and not keys:
         print_notes(
@@ -136,7 +167,13 @@ def serve(
         http=Connection,
     )
     sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
-    uvicorn.Server(config).run([listening])
+    server = uvicorn.Server(config)
+    with (
+        nullcontext()
+        if processes is None
+        else processes.leading(lambda: setattr(server, "should_exit", True))
+    ):
+        server.run([listening])
 
 
 def batch(
@@ -187,8 +224,25 @@ def batch(
     print_notes([f"{count} answers added to {answers}"])
 
 
+def _processes(whole: Mapping[str, object]) -> Processes | None:
+    """Return the processes of `torchrun`, if any; refuse options that want a `whole` model."""
+    if not started():
+        return None
+    from clearhead.learn.parallel.world import join
+    from clearhead.run.serve.processes import WHOLE, Processes
+
+    named = ", ".join(name for name, value in whole.items() if value)
+    refuse(named, f"{named}: not possible with {WHOLE}")
+    return Processes(join())
+
+
 def _engine(
-    folder: Path, limits: object, device: str, dtype: str | None, adapters: Mapping[str, Path] | None = None
+    folder: Path,
+    limits: object,
+    device: str,
+    dtype: str | None,
+    adapters: Mapping[str, Path] | None = None,
+    processes: Processes | None = None,
 ) -> ServeEngine:
     from clearhead.hub.peft import is_adapter
     from clearhead.run.serve.adapters import updates_of
@@ -196,7 +250,8 @@ def _engine(
     from clearhead.run.serve.limits import Limits
 
     assert isinstance(limits, Limits)
-    m = load_model(folder, device=device, dtype=dtype)
+    split = None if processes is None else {"tensor": processes.world.size}
+    m = load_model(folder, device=device, dtype=dtype, parallel=split)
     updates = {}
     for name, where in (adapters or {}).items():
         if is_adapter(where):
@@ -205,7 +260,7 @@ def _engine(
         else:
             tuned = load_model(where, device=device, dtype=dtype).model
             updates[name] = updates_of(m.model, tuned, name)
-    return ServeEngine(m, limits, updates)
+    return ServeEngine(m, limits, updates, processes)
 
 
 def _named(given: str, option: str) -> tuple[str, Path]:

@@ -37,12 +37,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from clearhead.core.attention import Attention
-from clearhead.core.cache import LayerKeys
 from clearhead.core.dtypes import wide
 from clearhead.core.embedding import TokenFront
 from clearhead.core.feedforward import FeedForward
 from clearhead.core.heads import LanguageHead
-from clearhead.core.masks import View
 from clearhead.core.positions import RopePositions, Rotary
 from clearhead.core.stack import Stack
 from clearhead.core.taps import SILENT, Tap
@@ -271,7 +269,7 @@ class SplitAttention(Attention):
 
     group: dist.ProcessGroup  # the processes that have the other heads
     own: list[int]  # the heads that are here, of all
-    keys: list[int] | None  # of all key/value heads, those that the queries here attend to; None: all here
+    keys: list[int] | None  # of all key/value heads, those of the queries here; None: no others are here
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `Attention.project`."""
@@ -282,19 +280,14 @@ class SplitAttention(Attention):
 
     def split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """See `Attention.split`: a norm over all heads takes all of them."""
-        if norm is None or self.norm_over != "full" or (name == "k" and self.keys is not None):
+        if name != "q" and self.keys is not None:
+            every = x.shape[-1] // (self.d_head if name == "k" else self.d_value)
+            return super().split(name, x, every, norm, tap)[:, self.keys]
+        if norm is None or self.norm_over != "full":
             return super().split(name, x, n_heads, norm, tap)
         whole = all_gather_tensor(x, 2, self.group)  # B T all·E
         x = norm(whole).narrow(-1, dist.get_rank(self.group) * x.shape[-1], x.shape[-1])
         return super().split(name, x, n_heads, None, tap)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: View, cache: LayerKeys | None, tap: Tap, x: Tensor
-    ) -> Tensor:
-        """See `Attention.attend`."""
-        if self.keys is not None:
-            k, v = k[:, self.keys], v[:, self.keys]
-        return super().attend(q, k, v, view, cache, tap, x)
 
     def sinks(self) -> Tensor | None:
         """See `Attention.sinks`."""
@@ -384,8 +377,7 @@ def _own_heads(part: Attention, mesh: DeviceMesh) -> SplitAttention:
     heads = tuple(part.heads[head] for head in own)
     changes: dict[str, object] = {"n_heads": count, "heads": heads, "pruned": True, "own": own}
     changes |= {"keys": keys if shared else None, "group": mesh.get_group()}
-    if not shared:
-        changes["n_kv_heads"] = part.n_kv_heads // size
+    changes["n_kv_heads"] = len(keys) if shared else part.n_kv_heads // size
     return like(part, KINDS[type(part)], **changes)
 
 

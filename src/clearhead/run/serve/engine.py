@@ -26,6 +26,7 @@ import torch
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import BusyError, InputError, RequestError, refuse
+from clearhead.learn.parallel.shards import is_split
 from clearhead.learn.tasks.generation import Prompt
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
@@ -37,6 +38,7 @@ from clearhead.run.serve.kv_cache import ALL, Chunk
 from clearhead.run.serve.limits import Limits, ServeStats, check_fits, chunk_size, pool_for, window_blocks
 from clearhead.run.serve.model_runner import ModelRunner
 from clearhead.run.serve.pooling import CHARACTERS, InsideView, PoolingQueue, PoolingRequest, with_model
+from clearhead.run.serve.processes import WHOLE, Processes, kv_heads_here
 from clearhead.run.serve.sequence import (
     OnUpdate,
     Plan,
@@ -54,12 +56,20 @@ class ServeEngine:
     """The requests of one model. `submit` and `read` may be called from any thread, `step` from one."""
 
     def __init__(
-        self, m: Model, limits: Limits | None = None, adapters: Mapping[str, Updates] | None = None
+        self,
+        m: Model,
+        limits: Limits | None = None,
+        adapters: Mapping[str, Updates] | None = None,
+        processes: Processes | None = None,
     ) -> None:
+        """`processes`: those that the model is split over; each builds this engine, and the first steps."""
         self.m, self.limits, self.stats = m, limits or Limits(), ServeStats()
         self.adapters = adapters or {}
+        self.split = is_split(m.model)
+        refuse(self.split and processes is None, "this model is split over processes: serve it by torchrun")
+        refuse(self.split and self.limits.exact, f"exact is not possible with {WHOLE}")
+        refuse(self.split and self.adapters, f"adapters are not possible with {WHOLE}")
         self.model_runner = ModelRunner(m.model, self.limits, self.adapters)
-        self.pooling_model = with_model(m, self.model_runner.runner)
         self.waiting: deque[ServedSequence] = deque()
         self.running: list[ServedSequence] = []  # by arrival
         self.finished: deque[ServedSequence] = deque(maxlen=KEPT)  # for those who look inside them
@@ -79,12 +89,16 @@ class ServeEngine:
         self.pool = None
         if self.generates:
             check_served(m.model)
-            self.pool = pool_for(spec, self.limits, m.config.max_positions, weight.dtype, weight.device)
+            heads, length = kv_heads_here(m.model) if self.split else None, m.config.max_positions
+            self.pool = pool_for(spec, self.limits, length, weight.dtype, weight.device, heads)
+        if processes is not None:
+            processes.share(self.model_runner, self.pool)
+        self.pooling_model = with_model(m, self.model_runner.runner)
 
     @functools.cached_property
     def exact(self) -> bool:
         """Whether this machine gives a row the same bits whatever else is in the step."""
-        return self.model_runner.agree(self.limits.tokens + self.limits.running)
+        return not self.split and self.model_runner.agree(self.limits.tokens + self.limits.running)
 
     @property
     def max_length(self) -> int:
@@ -160,6 +174,7 @@ class ServeEngine:
         adapter = seq.serving.adapter
         refuse(adapter and adapter not in self.adapters, f'no adapter is called "{adapter}"')
         if seq.serving.inside:
+            refuse(self.split, f"inside is not possible with {WHOLE}")
             refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
             self.inside.check(seq.serving.inside, needed, seq.sources)
         self.check_room(len(seq.tokens), joined)

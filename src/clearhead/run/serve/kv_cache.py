@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -140,8 +140,15 @@ class Pool:
     """The keys and values of every layer, in blocks of `size` tokens."""
 
     def __init__(
-        self, spec: StackSpec, size: int, counts: dict[Group, int], dtype: torch.dtype, device: torch.device
+        self,
+        spec: StackSpec,
+        size: int,
+        counts: dict[Group, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        kv_heads: Mapping[str, int] | None = None,
     ) -> None:
+        """`kv_heads`: how many an attention has in this process, by name; None: all of them."""
         self.size, self.device = size, device
         self.spare = max(counts.values(), default=0)  # the number of a block more, which nobody reads
         self.blocks = {group: BlockPool(count) for group, count in counts.items()}
@@ -149,7 +156,8 @@ class Pool:
         self.cross: dict[int, tuple[Tensor, Tensor]] = {}
 
         def room(attention: str, group: Group) -> tuple[Tensor, Tensor]:
-            heads, slots = spec.kv_heads_of(attention), (counts[group] + 1) * size
+            heads = spec.kv_heads_of(attention) if kv_heads is None else kv_heads[attention]
+            slots = (counts[group] + 1) * size
             k, v = (
                 torch.zeros(1, heads, slots, width, dtype=dtype, device=device)
                 for width in (spec.d_head, spec.d_value)
@@ -350,7 +358,7 @@ class PagedCache(Cache):
         """Prepare a step; `sources` are the lengths of the chunks' sources, once their keys are there."""
         super().__init__()
         self.pool, self.chunks, self.by_rows, self.given = pool, chunks, by_rows, given
-        self.source_known = bool(sources)
+        self.sources, self.source_known = sources, bool(sources)
         self._written: dict[Group, Tensor] = {}
         self._rows: dict[Group, Rows] = {}
         if by_rows:
