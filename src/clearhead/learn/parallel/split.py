@@ -52,7 +52,7 @@ from clearhead.learn.parallel.context import share_tokens
 from clearhead.learn.parallel.division import TENSOR
 from clearhead.learn.parallel.ring_schedule import Ring
 from clearhead.learn.parallel.shards import local, materialise, parted, whole
-from clearhead.learn.parallel.world import World, join
+from clearhead.learn.parallel.world import World, check_gpus, join
 from clearhead.run.kernels.lora import LoraLinear
 from clearhead.run.kernels.parts import like
 from clearhead.variants.gated_delta import DeltaLayer
@@ -399,13 +399,14 @@ def _check(name: str, part: nn.Module, size: int) -> None:
         layer = getattr(part, key)
         refuse(
             not isinstance(layer, nn.Linear | nn.Embedding | LoraLinear | None),
-            f"{axis} cannot split {name}.{key}, a {type(layer).__name__}: use data or shard",
+            f"{axis} cannot split {name}.{key}, a {type(layer).__name__}: use data or shard in training",
             ConfigError,
         )
     if isinstance(part, Attention):
         refuse(
             type(part) not in KINDS,
-            f"{axis} splits attention by heads, and {name} is {type(part).__name__}: use data or shard",
+            f"{axis} splits attention by heads, and {name} is {type(part).__name__}: use data or shard in "
+            "training",
             ConfigError,
         )
         refuse(
@@ -448,8 +449,12 @@ def split_for_use(
         atexit.register(_leave)
     plan = plan.settled(world.size)
     if plan.tensor > 1:
+        check_gpus(device.type, "use --device cpu")
         mesh = init_device_mesh(device.type, (plan.tensor,), mesh_dim_names=("tensor",))
-        split_tensors(model, mesh)
+        try:
+            split_tensors(model, mesh)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or run the whole model in one process, without torchrun") from None
         multiply_here(model, mesh)
     materialise(model, device, unread)
     return model.eval()

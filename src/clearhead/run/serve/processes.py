@@ -137,7 +137,7 @@ class Processes:
         self.world, self.models = world, list[SplitModel]()
         self.lost = ""  # why no call is possible any more
         self.on_lost: Callable[[], None] = lambda: None
-        self._group = dist.new_group(backend="gloo", timeout=IDLE)
+        self._group = dist.new_group(backend="gloo", timeout=PATIENCE if world.first else IDLE)
         self._lock = threading.Lock()  # engines have a thread each, and the others take one call at a time
 
     @property
