@@ -1,4 +1,4 @@
-"""A model that is split over processes serves what the whole model serves; processes that fail end the rest."""
+"""A model split over processes serves what the whole model serves; a process that fails ends the others."""
 
 from __future__ import annotations
 
@@ -77,6 +77,19 @@ def ended(processes: list[Any]) -> list[int]:
 
 
 TEXT = "to be or not to be or"
+
+
+@contextmanager
+def streaming(address: str) -> Iterator[Any]:
+    """Give a long answer whose first event has come."""
+    body = {"prompt": TEXT, "max_tokens": 100, "temperature": 0, "stream": True}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=30) as stream:
+        stream.readline()
+        yield stream
+
+
 MESSAGES = [{"role": "user", "content": "Hi"}]
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [TEXT, "a"], "max_tokens": 20, "temperature": 0, "logprobs": 2}),
@@ -91,20 +104,23 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+EACH = ("id", "created", "prompt_tokens_details")  # who came first has nothing cached
+
+
 def plain(answer: Any) -> Any:
     """Return an answer without what differs each time, its numbers as `approx` compares them."""
     if isinstance(answer, str) and "data: " in answer:
         events = [line[6:] for line in answer.split("\n\n") if line.startswith("data: {")]
-        texts = [one["delta"].get("content") or "" for event in map(json.loads, events) for one in event["choices"]]
-        return "".join(texts)
+        choices = [one for event in events for one in json.loads(event)["choices"]]
+        return "".join(one["delta"].get("content") or "" for one in choices)
     if isinstance(answer, dict):
-        return {name: plain(value) for name, value in answer.items() if name not in ("id", "created")}
+        return {name: plain(value) for name, value in answer.items() if name not in EACH}
     return [plain(value) for value in answer] if isinstance(answer, list) else answer
 
 
 def flat(answer: Any) -> Iterator[Any]:
     """Yield names and values of an answer in order, nested ones too."""
-    if isinstance(answer, dict | list):
+    if isinstance(answer, dict | list | tuple):
         for name, value in answer.items() if isinstance(answer, dict) else enumerate(answer):
             yield name
             yield from flat(value)
@@ -131,10 +147,7 @@ def test_the_command_answers_as_one_process_and_drains(tmp_path: Path, writer, r
         for request, found, expected in zip(REQUESTS, same, wanted):
             assert list(flat(found)) == pytest.approx(list(flat(expected)), abs=1e-5), request
         assert status == 400 and "inside is not possible with a model that is split" in str(refused)
-        body = {"prompt": TEXT, "max_tokens": 99, "temperature": 0, "stream": True}
-        request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=30) as stream:
-            stream.readline()
+        with streaming(address) as stream:
             for one in processes:  # as `torchrun` passes it on
                 os.kill(one.pid, signal.SIGTERM)
             assert stream.read().endswith(b"[DONE]\n\n")
@@ -146,10 +159,7 @@ def test_a_process_that_is_killed_ends_the_others(victim: int, tmp_path: Path, w
     """While a request runs, which gets an error; one line says why, and nothing hangs."""
     writer.save(tmp_path / "writer")
     with launched(tmp_path / "writer") as (address, processes):
-        body = {"prompt": TEXT, "max_tokens": 100, "temperature": 0, "stream": True}
-        request = urllib.request.Request(f"{address}/v1/completions", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=30) as stream:
-            stream.readline()
+        with streaming(address) as stream:
             os.kill(processes[victim].pid, signal.SIGKILL)
             if victim:
                 assert b'"type": "server_error"' in stream.read()
