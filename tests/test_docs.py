@@ -14,10 +14,10 @@ import sys
 
 import pytest
 from benchmarks.run import CASES
-from tools import book, claims, ledger, notebooks
 
 import clearhead as ch
 from clearhead.hub.registry import ARCHITECTURES
+from tools import book, claims, ledger, notebooks
 
 ROOT = book.ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -22,6 +22,7 @@ REQUESTS: list[dict[str, Any]] = [
 MODELS: dict[str, dict[str, Any]] = {
     "decoder": {"n_kv_heads": 1, "positions": "rope", "gated": True, "norm": "rmsnorm"},
     "encoder-decoder": {"family": "encoder-decoder", "positions": "relative", "n_kv_heads": 2},
+    "uneven": {"family": "encoder-decoder", "n_heads": 6, "n_kv_heads": 3, "d_model": 24},
     "experts": {
         **{"n_experts": 3, "n_active_experts": 1, "d_expert": 40, "n_kv_heads": 2, "bias": True},
         **{"tie_embeddings": False, "head_bias": True, "logit_softcap": 20.0},

@@ -56,7 +56,7 @@ def test_saved_on_two_processes_and_opened_on_others(work: Path) -> None:
 
 @pytest.mark.parametrize("name", generated.MODELS)
 def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> None:
-    """Greedy, sampled, beams; rows of several lengths; one key head for two processes; encoder, experts."""
+    """Greedy, sampled, beams; rows of several lengths; one or three key heads for two processes; experts."""
     found, alone = json.loads((work / "written.json").read_text())[name], ch.load(work / name)
     assert found["ids"] == generated.written(alone)
     prompt = torch.tensor([generated.PROMPTS[0]])
@@ -64,8 +64,9 @@ def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> 
     with torch.no_grad():
         logits = alone.model(prompt, source=source).logits
     assert worst(torch.tensor(found["logits"]), logits) <= 1e-5 * logits.abs().max()
-    assert set(found["heads"]) == {1}  # of one, or of two key/value heads
-    assert found["weights"] < 0.6 * sum(one.numel() for one in alone.model.parameters())
+    # Of one, or of two key/value heads; of three one for each head, as those of a process share unevenly.
+    assert set(found["heads"]) == {3 if name == "uneven" else 1}
+    assert found["weights"] < 0.7 * sum(one.numel() for one in alone.model.parameters())
     assert all("split over processes" in line for line in found["refused"])
 
 

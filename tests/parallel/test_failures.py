@@ -48,8 +48,8 @@ def test_a_command_for_one_process_is_refused_in_several(rank, monkeypatch, clea
     monkeypatch.setenv("RANK", str(rank))
     ran = clearhead("eval", "model", "data.txt")
     assert ran.code == 2
-    line = "clearhead: eval runs in one process: start it without torchrun, which is for train and generate\n"
-    assert ran.err == (line if rank == 0 else "")
+    line = "clearhead: eval runs in one process: start it without torchrun, which is for train, generate and"
+    assert ran.err == (f"{line} serve\n" if rank == 0 else "")
 
 
 @pytest.mark.slow

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -100,6 +102,20 @@ def change(
         del loaded[name]
 
 
+def limits(draw: random.Random, gpu: bool = False, **more: Any) -> Limits:
+    """The limits of an engine, some of them tight."""
+    # On a GPU the kernels take blocks of 16 and more; smaller ones go another way.
+    block = draw.choice([8, 16, 32] if gpu else [2, 4, 8])
+    longest = 70 + 30 + block
+    return Limits(
+        tokens=draw.choice([4, 16, 64]),
+        running=draw.choice([2, 4, 8]),
+        block=block,
+        cache_tokens=draw.choice([longest, 2 * longest, 8 * longest]),
+        **more,
+    )
+
+
 def mixed(
     m: ch.Model,
     seed: int,
@@ -108,27 +124,20 @@ def mixed(
     draft: ch.Model | None = None,
     cache: str | None = None,
     tuned: list[tuple[Updates, ch.Model]] | None = None,
+    engine: ServeEngine | None = None,
+    most: float = 1e-4,
 ) -> ServeEngine:
     """Serve a random mix, and compare each request that was not cancelled with the same one alone.
 
     `guessing`: texts repeat themselves, and every guess is read, however little it pays; so are those of a
     `draft` model. `cache`: how keys are kept, in the engine and alone. `tuned`: adapters and the models
-    with them, of which one is loaded under a name, or unloaded, before a request comes.
+    with them, of which one is loaded under a name, or unloaded, before a request comes. `engine`: of the
+    same model, split over processes. `most`: the largest difference of log-probabilities.
     """
     draw = random.Random(seed)
-    # On a GPU the kernels take blocks of 16 and more; smaller ones go another way.
-    block = draw.choice([8, 16, 32] if next(m.model.parameters()).is_cuda else [2, 4, 8])
-    longest = 70 + 30 + block
-    limits = Limits(
-        tokens=draw.choice([4, 16, 64]),
-        running=draw.choice([2, 4, 8]),
-        block=block,
-        cache_tokens=draw.choice([longest, 2 * longest, 8 * longest]),
-        exact=exact,
-        draft_tokens=draw.choice([1, 3, 6]) if draft else 1,
-        cache=cache,
-    )
-    engine, served = ServeEngine(m, limits, draft=draft), []
+    own = limits(draw, next(m.model.parameters()).is_cuda, exact=exact, cache=cache)
+    own = replace(own, draft_tokens=draw.choice([1, 3, 6])) if draft else own
+    engine, served = engine or ServeEngine(m, own, draft=draft), []
     if guessing or draft:
         engine.speculation.price.of_one_more = lambda *given: -1.0
     texts = (repeating if guessing else prompts)(draw, draw.randint(2, 8))
@@ -165,7 +174,7 @@ def mixed(
         assert same, f"seed {seed}, request {number}: {found} served, {alone} alone"
         if alone.logprobs is not None:
             # A key that differs in its last bit may be rounded to the next of 255 codes.
-            near = 1e-2 if cache and next(m.model.parameters()).dtype != torch.float64 else 1e-4
+            near = 1e-2 if cache and next(m.model.parameters()).dtype != torch.float64 else most
             assert max((abs(a - b) for a, b in zip(found.logprobs, alone.logprobs)), default=0) < near
     assert engine.pool is not None
     assert engine.pool.used == 0

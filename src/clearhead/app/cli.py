@@ -40,7 +40,7 @@ _clearhead() {{
 }}
 complete -o filenames -F _clearhead clearhead"""
 
-TOGETHER = ("train", "generate")  # commands that several processes share
+TOGETHER = ("train", "generate", "serve")  # commands that several processes share
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,7 +56,8 @@ def main(arguments: list[str] | None = None) -> None:
     elif started() and name in COMMANDS and name not in TOGETHER:
         if not first_here():
             sys.exit(2)
-        _stop(f"{name} runs in one process: start it without torchrun, which is for {' and '.join(TOGETHER)}")
+        others = f"{', '.join(TOGETHER[:-1])} and {TOGETHER[-1]}"
+        _stop(f"{name} runs in one process: start it without torchrun, which is for {others}")
     elif name in COMMANDS:
         _run(name, argv[1:])
     elif not name:

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from clearhead.app.commands.common import Folder, check_inputs, load_model, print_notes
 from clearhead.app.commands.retrieve import Passages, Retrieve
 from clearhead.app.views import Repeated
 from clearhead.errors import InputError, MissingExtraError, refuse
+from clearhead.learn.parallel import first_here, started
 
 if TYPE_CHECKING:
     from clearhead.run.serve.engine import ServeEngine
+    from clearhead.run.serve.processes import Processes
 
 KEY = "CLEARHEAD_API_KEY"
 
 
+def _in_all_processes(command: Callable[..., None]) -> Callable[..., None]:
+    """Let the processes of `torchrun`, if any, run a command together; a mistake is said by one of them."""
+
+    @functools.wraps(command)
+    def run(*given: Any, **named: Any) -> None:
+        if not started():
+            return command(*given, **named)
+        from clearhead.learn.parallel.world import joined
+
+        with joined():
+            command(*given, **named)
+
+    return run
+
+
+@_in_all_processes
 def serve(
     folder: Folder,
     *,
@@ -83,6 +103,7 @@ def serve(
       clearhead serve my-model/ --draft small-model/
       clearhead serve my-model/ --host 0.0.0.0 --api-key-file keys.txt
       clearhead serve my-model/ --retrieve notes.index
+      torchrun --nproc-per-node 2 -m clearhead serve my-model/
     """
     given = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
     updates = dict(tuned := [_named(stated, "adapter") for stated in adapter])
@@ -104,7 +125,17 @@ def serve(
     from clearhead.labs.retrieval.index import Index
     from clearhead.run.serve.limits import Limits
 
-    served = None if retrieve is None else ServedPassages(Index(retrieve), passages)
+    processes = _processes(
+        {
+            "--adapter": adapter,
+            "--allow-adapter-loading": allow_adapter_loading,
+            "--cache": cache,
+            "--draft": draft,
+            "--exact": exact,
+            "--page": page,
+        }
+    )
+    served = None if retrieve is None or not first_here() else ServedPassages(Index(retrieve), passages)
     waiting = max(1, max_running // 8) if max_waiting is None else max_waiting
     limits = Limits(
         step_tokens,
@@ -119,11 +150,22 @@ def serve(
         max_length=max_model_len,
         cache=cache,
     )
-    listening = bind(host, port)
+    listening = bind(host, port) if processes is None else None
     engines = {
-        name: _engine(where, limits, device, dtype, *((updates, draft) if where is folder else ()))
+        name: _engine(
+            where, limits, device, dtype, *((updates, draft) if where is folder else ({}, None)), processes
+        )
         for name, where in folders.items()
     }
+    if processes is not None:
+        from clearhead.run.serve.batch import model_fingerprint
+
+        files = {f"{name}/": model_fingerprint(where)[:16] for name, where in folders.items()}
+        processes.meet({"options": repr(limits), **files})
+        if not processes.first:
+            processes.follow()
+            return
+    listening = listening or bind(host, port)
     address = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
     if not is_loopback(host) and not keys:
         print_notes(
@@ -151,7 +193,13 @@ def serve(
         http=Connection,
     )
     sys.setswitchinterval(0.0005)  # seconds for which the engine's thread may keep the loop's from running
-    uvicorn.Server(config).run([listening])
+    server = uvicorn.Server(config)
+    with (
+        nullcontext()
+        if processes is None
+        else processes.leading(lambda: setattr(server, "should_exit", True))
+    ):
+        server.run([listening])
 
 
 def batch(
@@ -202,6 +250,18 @@ def batch(
     print_notes([f"{count} answers added to {answers}"])
 
 
+def _processes(whole: Mapping[str, object]) -> Processes | None:
+    """Return the processes of `torchrun`, if any; refuse options that want a `whole` model."""
+    if not started():
+        return None
+    from clearhead.learn.parallel.world import join
+    from clearhead.run.serve.processes import WHOLE, Processes
+
+    named = ", ".join(name for name, value in whole.items() if value)
+    refuse(named, f"{named}: not possible with {WHOLE}")
+    return Processes(join())
+
+
 def _engine(
     folder: Path,
     limits: object,
@@ -209,16 +269,18 @@ def _engine(
     dtype: str | None,
     adapters: Mapping[str, Path] | None = None,
     draft: Path | None = None,
+    processes: Processes | None = None,
 ) -> ServeEngine:
     from clearhead.run.serve.adapters import open_adapter
     from clearhead.run.serve.engine import ServeEngine
     from clearhead.run.serve.limits import Limits
 
     assert isinstance(limits, Limits)
-    m = load_model(folder, device=device, dtype=dtype)
+    split = None if processes is None else {"tensor": processes.world.size}
+    m = load_model(folder, device=device, dtype=dtype, parallel=split)
     updates = {name: open_adapter(m, name, where) for name, where in (adapters or {}).items()}
     smaller = None if draft is None else load_model(draft, device=device, dtype=dtype)
-    return ServeEngine(m, limits, updates, smaller)
+    return ServeEngine(m, limits, updates, smaller, processes)
 
 
 def _named(given: str, option: str) -> tuple[str, Path]:

@@ -37,12 +37,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from clearhead.core.attention import Attention
-from clearhead.core.cache import LayerKV
 from clearhead.core.dtypes import wide
 from clearhead.core.embedding import TokenFront
 from clearhead.core.feedforward import FeedForward
 from clearhead.core.heads import LanguageHead
-from clearhead.core.masks import View
 from clearhead.core.positions import RopePositions, Rotary
 from clearhead.core.stack import Stack
 from clearhead.core.taps import SILENT, Tap
@@ -54,7 +52,7 @@ from clearhead.learn.parallel.context import share_tokens
 from clearhead.learn.parallel.division import TENSOR
 from clearhead.learn.parallel.ring_schedule import Ring
 from clearhead.learn.parallel.shards import local, materialise, parted, whole
-from clearhead.learn.parallel.world import World, join
+from clearhead.learn.parallel.world import World, check_gpus, join
 from clearhead.run.kernels.lora import LoraLinear
 from clearhead.run.kernels.parts import like
 from clearhead.variants.gated_delta import DeltaLayer
@@ -271,7 +269,7 @@ class SplitAttention(Attention):
 
     group: dist.ProcessGroup  # the processes that have the other heads
     own: list[int]  # the heads that are here, of all
-    keys: list[int] | None  # of all key/value heads, those that the queries here attend to; None: all here
+    keys: list[int] | None  # of all key/value heads, those of the queries here; None: no others are here
 
     def project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See `Attention.project`."""
@@ -282,19 +280,14 @@ class SplitAttention(Attention):
 
     def split(self, name: str, x: Tensor, n_heads: int, norm: nn.Module | None, tap: Tap) -> Tensor:
         """See `Attention.split`: a norm over all heads takes all of them."""
-        if norm is None or self.norm_over != "full" or (name == "k" and self.keys is not None):
+        if name != "q" and self.keys is not None:
+            every = x.shape[-1] // (self.d_head if name == "k" else self.d_value)
+            return super().split(name, x, every, norm, tap)[:, self.keys]
+        if norm is None or self.norm_over != "full":
             return super().split(name, x, n_heads, norm, tap)
         whole = all_gather_tensor(x, 2, self.group)  # B T all·E
         x = norm(whole).narrow(-1, dist.get_rank(self.group) * x.shape[-1], x.shape[-1])
         return super().split(name, x, n_heads, None, tap)
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, view: View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
-    ) -> Tensor:
-        """See `Attention.attend`."""
-        if self.keys is not None:
-            k, v = k[:, self.keys], v[:, self.keys]
-        return super().attend(q, k, v, view, layer_kv, tap, x)
 
     def sink_logits(self) -> Tensor | None:
         """See `Attention.sink_logits`."""
@@ -384,8 +377,7 @@ def _own_heads(part: Attention, mesh: DeviceMesh) -> SplitAttention:
     heads = tuple(part.heads[head] for head in own)
     changes: dict[str, object] = {"n_heads": count, "heads": heads, "pruned": True, "own": own}
     changes |= {"keys": keys if shared else None, "group": mesh.get_group()}
-    if not shared:
-        changes["n_kv_heads"] = part.n_kv_heads // size
+    changes["n_kv_heads"] = len(keys) if shared else part.n_kv_heads // size
     return like(part, KINDS[type(part)], **changes)
 
 
@@ -407,13 +399,14 @@ def _check(name: str, part: nn.Module, size: int) -> None:
         layer = getattr(part, key)
         refuse(
             not isinstance(layer, nn.Linear | nn.Embedding | LoraLinear | None),
-            f"{axis} cannot split {name}.{key}, a {type(layer).__name__}: use data or shard",
+            f"{axis} cannot split {name}.{key}, a {type(layer).__name__}: use data or shard in training",
             ConfigError,
         )
     if isinstance(part, Attention):
         refuse(
             type(part) not in KINDS,
-            f"{axis} splits attention by heads, and {name} is {type(part).__name__}: use data or shard",
+            f"{axis} splits attention by heads, and {name} is {type(part).__name__}: use data or shard in "
+            "training",
             ConfigError,
         )
         refuse(
@@ -456,8 +449,12 @@ def split_for_use(
         atexit.register(_leave)
     plan = plan.settled(world.size)
     if plan.tensor > 1:
+        check_gpus(device.type, "use --device cpu")
         mesh = init_device_mesh(device.type, (plan.tensor,), mesh_dim_names=("tensor",))
-        split_tensors(model, mesh)
+        try:
+            split_tensors(model, mesh)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or run the whole model in one process, without torchrun") from None
         multiply_here(model, mesh)
     materialise(model, device, unread)
     return model.eval()

@@ -30,6 +30,7 @@ from clearhead.learn.parallel import (
     ROWS,
     TOKENS,
     ParallelPlan,
+    processes_here,
     restarts,
     shards,
     started,
@@ -108,13 +109,7 @@ class World:
         plan = plan.settled(self.size, fits)
         if self.size == 1 and not always:
             return replace(self, plan=plan)
-        here, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-        refuse(
-            device == "cuda" and here > gpus,
-            f"{here} processes on a machine with {gpus} GPUs: start {gpus} with --nproc-per-node {gpus}, or "
-            "train on the CPU with train.device=cpu",
-            ConfigError,
-        )
+        check_gpus(device, "train on the CPU with train.device=cpu")
         if not dist.is_initialized():
             store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(_backend(), store=store, rank=0, world_size=1)
@@ -319,6 +314,17 @@ def join() -> World:
         own = dist.PrefixStore(f"life {restarts()}", store)  # type: ignore[attr-defined]
         dist.init_process_group(_backend(), store=own, rank=rank, world_size=size)
     return World(rank=dist.get_rank(), size=dist.get_world_size())
+
+
+def check_gpus(device: str, else_: str) -> None:
+    """Refuse more processes on this machine than it has GPUs; `else_`: what to do instead."""
+    here, gpus = processes_here(), torch.cuda.device_count()
+    refuse(
+        device == "cuda" and here > gpus,
+        f"{here} processes on a machine with {gpus} GPUs: start {gpus} with --nproc-per-node {gpus}, or "
+        f"{else_}",
+        ConfigError,
+    )
 
 
 def _speaks() -> bool:

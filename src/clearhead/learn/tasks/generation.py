@@ -91,6 +91,13 @@ def generate(
     `options` are fields of a request; where they say nothing, the model's own rules hold.
     """
     request, texts, ends = asked_for(m, prompts, options, hooks)
+    apart = {"seconds": request.seconds, "cancel": hooks.cancel, "compile": request.compile}
+    unsupported = [name for name, value in apart.items() if value]
+    refuse(
+        unsupported and is_split(m.model),
+        f"{', '.join(unsupported)} with a model that is split over processes, which must go on together: "
+        "leave it out",
+    )
     if not texts:
         return []
     draft = hooks.draft
@@ -130,13 +137,6 @@ def asked_for(
     refuse(
         request.reuse and (len(texts) != 1 or m.config.family != "decoder"),
         f"reuse with {len(texts)} prompts of a {m.config.family}: it takes one prompt of a decoder at a time",
-    )
-    apart = {"seconds": request.seconds, "cancel": hooks.cancel, "compile": request.compile}
-    unsupported = [name for name, value in apart.items() if value]
-    refuse(
-        unsupported and is_split(m.model),
-        f"{', '.join(unsupported)} with a model that is split over processes, which must go on together: "
-        "leave it out",
     )
     if hooks.draft is not None:
         check_draft(m, hooks.draft)

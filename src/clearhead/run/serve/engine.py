@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from clearhead.errors import BusyError, InputError, RequestError, nearest, refuse
+from clearhead.learn.parallel.shards import is_split
 from clearhead.learn.tasks.generation import Prompt
 from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
@@ -35,6 +36,7 @@ from clearhead.run.serve.kv_cache import ALL
 from clearhead.run.serve.limits import Limits, ServeStats, check_fits, chunk_size, pool_for, window_blocks
 from clearhead.run.serve.model_runner import ModelRunner
 from clearhead.run.serve.pooling import CHARACTERS, InsideView, PoolingQueue, PoolingRequest, with_model
+from clearhead.run.serve.processes import WHOLE, Processes, kv_heads_here
 from clearhead.run.serve.sequence import (
     OnUpdate,
     Plan,
@@ -59,15 +61,25 @@ class ServeEngine:
         limits: Limits | None = None,
         adapters: Mapping[str, Updates] | None = None,
         draft: Bundle | None = None,
+        processes: Processes | None = None,
     ) -> None:
-        """Serve a model; `draft` is a smaller one with the same vocabulary, which proposes draft tokens."""
+        """Serve a model; `draft` is a smaller one with the same vocabulary, which proposes draft tokens.
+
+        `processes`: those that the model is split over; each builds this engine, and the first steps.
+        """
         self.m, self.limits, self.stats = m, limits or Limits(), ServeStats()
+        self.split = is_split(m.model)
+        refuse(self.split and processes is None, "this model is split over processes: serve it by torchrun")
+        for name, value in (
+            *(("exact", self.limits.exact), ("cache int8", self.limits.cache), ("adapters", adapters)),
+            ("a draft model", draft),
+        ):
+            refuse(self.split and value, f"{name}: not possible with {WHOLE}")
         # A model of speech takes no steps: it reads windows of sound, one request at a time.
         self.hears = m.config.input == "frames"
         self.model_runner = None if self.hears else ModelRunner(m.model, self.limits)
         self.adapters: Mapping[str, Adapter] = {}  # by name; another mapping after each change
         self.adapter_names: set[str] = set()  # of all that there ever were: none is taken for the model's
-        self.pooling_model = m if self.model_runner is None else with_model(m, self.model_runner.runner)
         self.waiting: deque[ServedSequence] = deque()
         self.running: list[ServedSequence] = []  # by arrival
         self.finished: deque[ServedSequence] = deque(maxlen=KEPT)  # for those who look inside them
@@ -93,12 +105,18 @@ class ServeEngine:
         )
         if self.generates:
             check_served(m.model, self.max_length)
-            self.pool = pool_for(spec, self.limits, m.config.max_positions, weight.dtype, weight.device)
+            heads, length = kv_heads_here(m.model) if self.split else None, m.config.max_positions
+            self.pool = pool_for(spec, self.limits, length, weight.dtype, weight.device, heads)
+        if processes is not None and self.model_runner is not None:
+            processes.share(self.model_runner, self.pool)
+        self.pooling_model = m if self.model_runner is None else with_model(m, self.model_runner.runner)
 
     @functools.cached_property
     def exact(self) -> bool:
         """Whether this machine gives a row the same bits whatever else is in the step."""
         runner = self.model_runner
+        if self.split:
+            return False
         return runner is None or runner.agree(self.limits.tokens + self.limits.running)
 
     @property
@@ -175,6 +193,7 @@ class ServeEngine:
                 line = f'no adapter is called "{adapter}"'
                 raise RequestError(line, "model_not_found", 404, "model")
         if seq.serving.inside:
+            refuse(self.split, f"inside is not possible with {WHOLE}")
             refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
             self.inside.check(seq.serving.inside, needed, seq.sources)
         self.check_room(len(seq.tokens), joined)

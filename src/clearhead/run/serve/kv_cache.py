@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -156,7 +156,9 @@ class Pool:
         dtype: torch.dtype,
         device: torch.device,
         int8: bool = False,
+        kv_heads: Mapping[str, int] | None = None,
     ) -> None:
+        """`kv_heads`: how many an attention has in this process, by name; None: all of them."""
         self.size, self.device = size, device
         self.spare = max(counts.values(), default=0)  # the number of a block more, which nobody reads
         self.blocks = {group: BlockPool(count) for group, count in counts.items()}
@@ -165,7 +167,8 @@ class Pool:
         self.cross: dict[int, tuple[Tensor, ...]] = {}
 
         def room(attention: str, group: Group) -> tuple[Tensor, ...]:
-            heads, slots = spec.kv_heads_of(attention), (counts[group] + 1) * size
+            heads = spec.kv_heads_of(attention) if kv_heads is None else kv_heads[attention]
+            slots = (counts[group] + 1) * size
             kinds = [(width, dtype) for width in (spec.d_head, spec.d_value)]
             if int8 and group is not None:
                 kinds = [part for width, _ in kinds for part in ((width, torch.int8), (1, torch.bfloat16))]
@@ -404,7 +407,7 @@ class PagedCache(Cache):
         """Prepare a step; `sources` are the lengths of the chunks' sources, once their keys are there."""
         super().__init__()
         self.pool, self.chunks, self.by_rows, self.given = pool, chunks, by_rows, given
-        self.source_cached = bool(sources)
+        self.sources, self.source_cached = sources, bool(sources)
         self._written: dict[Group, Tensor] = {}
         self._rows: dict[Group, Rows] = {}
         if by_rows:

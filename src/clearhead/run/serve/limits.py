@@ -1,7 +1,7 @@
 """How much an engine takes on, how large its pool is, and what it has done."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,7 +60,12 @@ class ServeStats:
 
 
 def pool_for(
-    spec: StackSpec, limits: Limits, max_positions: int, dtype: torch.dtype, device: torch.device
+    spec: StackSpec,
+    limits: Limits,
+    max_positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_heads: Mapping[str, int] | None = None,
 ) -> Pool:
     """Make the pool of a model; a group with a window gets no more blocks than its texts can use."""
     int8 = limits.cache == "int8"
@@ -73,7 +78,7 @@ def pool_for(
         if group is not None and group[0] is not None:
             each = window_blocks(group, limits)
             counts[group] = max(each, min(count, limits.running * each))
-    return Pool(spec, limits.block, counts, dtype, device, int8)
+    return Pool(spec, limits.block, counts, dtype, device, int8, kv_heads)
 
 
 def chunk_size(limits: Limits, gpu: bool) -> int:

@@ -29,6 +29,7 @@ from clearhead.core.positions import Rotary
 from clearhead.core.stack import Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer
+from clearhead.learn.parallel.shards import is_split
 from clearhead.run.kernels.native import NativeLinear
 from clearhead.run.kernels.parts import Direct, PackedLinear, like
 from clearhead.run.kernels.prepare import prepared
@@ -215,7 +216,8 @@ def ragged(model: Transformer, exact: bool = False) -> Transformer:
     def part_of(part: nn.Module) -> nn.Module:
         for base, kind in RAGGED.items():
             if isinstance(part, base):
-                return like(part, kind)
+                heads_apart = base is DeltaLayer and type(part) is not base  # some of its heads alone
+                return like(part, type(kind.__name__, (kind, type(part)), {}) if heads_apart else kind)
         if exact and isinstance(part, PackedLinear):
             part.packed_rows = range(1, sys.maxsize)
         return part
@@ -250,6 +252,11 @@ def rows_agree(model: Transformer, most: int) -> bool:
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
+def attention_kernels(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Let PyTorch choose from these kernels in the context."""
+    return sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext()
+
+
 class ModelRunner:
     """The inference models that the steps of an engine run."""
 
@@ -257,11 +264,12 @@ class ModelRunner:
         spec = model.main.spec
         self.decode_runner: CpuRunner | CudaGraphRunner | None = None
         floats = limits.cache is None  # all that its kernels read
-        if spec.causal and model.config.head == "lm" and limits.rows and floats:
+        if spec.causal and model.config.head == "lm" and limits.rows and floats and not is_split(model):
             self.decode_runner = CpuRunner.make(model, limits.exact) or CudaGraphRunner.make(
                 model, limits.running, limits.block
             )
         self.runner = ragged(model, limits.exact)
+        self.head: Callable[[Tensor, None], Tensor] = self.runner.head
         self.adapted = AdaptedLayers(self.runner, model)
         for part in self.runner.modules():
             if isinstance(part, RaggedDelta):
@@ -285,7 +293,7 @@ class ModelRunner:
             sources = [chunk.seq.sources for chunk in rows] if rows[0].seq.sources else []
             hidden = self.decode_runner(pool, rows, tokens, sources)  # B D
             few = len(rows) <= self.decode_runner.head_rows
-            logits = (self.decode_runner.model if few else self.runner).head(hidden[:, None], None)[:, 0]
+            logits = (self.decode_runner.model.head if few else self.head)(hidden[:, None], None)[:, 0]
             for chunk, row in zip(rows, logits):
                 chunk.seq.keep_prompt(row[None], chunk.start)
             last = [number for number, chunk in enumerate(rows) if _ends_text(chunk)]
@@ -313,8 +321,7 @@ class ModelRunner:
         adapted = [(span, adapter) for span, adapter in spans if adapter is not None]
         tokens = [t for chunk in plan for t in chunk.seq.tokens_at(chunk.start, chunk.stop)]
         places = [place for chunk in plan for place in range(chunk.start, chunk.stop)]
-        kernels = sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext()
-        with self.adapted.step(adapted), kernels:
+        with self.adapted.step(adapted), attention_kernels(device):
             hidden = self.runner(
                 torch.tensor([tokens], device=device),
                 positions=torch.tensor([places], device=device),
@@ -325,11 +332,11 @@ class ModelRunner:
         for chunk in plan:
             seq = chunk.seq
             if seq.serving.prompt_logprobs is not None and chunk.start < len(seq.prompt):
-                seq.keep_prompt(self.runner.head(hidden[None, chunk.span], None)[0], chunk.start)
+                seq.keep_prompt(self.head(hidden[None, chunk.span], None)[0], chunk.start)
         last = [chunk for chunk in plan if _ends_text(chunk)]
         if not last:
             return plan, [], None
-        logits = self.runner.head(hidden[[chunk.span.stop - 1 for chunk in last]][:, None], None)[:, 0]
+        logits = self.head(hidden[[chunk.span.stop - 1 for chunk in last]][:, None], None)[:, 0]
         return plan, last, logits
 
 

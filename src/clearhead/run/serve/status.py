@@ -18,6 +18,7 @@ from clearhead.app.explorer.app import HEADERS, Json, make_app
 from clearhead.app.explorer.record import page_files
 from clearhead.app.explorer.session import Opened, Session
 from clearhead.run.serve.engine import KEPT, ServeEngine
+from clearhead.run.serve.processes import WHOLE
 from clearhead.run.serve.sequence import ServedSequence
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)  # seconds
@@ -129,12 +130,16 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
         seq = next((one for one in list(kept) if one.number == number), None)
         if seq is None:
             raise HTTPException(404, f"request {number} is forgotten: the latest {KEPT} are kept")
+        if list(engines.values())[place].split:
+            raise HTTPException(404, f"the explorer is not possible with {WHOLE}")
         if seq.serving.adapter:
             raise HTTPException(404, f"the explorer reads the model without adapter {seq.serving.adapter}")
         return RedirectResponse(f"/explore/{place}/#{_read(seq)}", 303, headers=HEADERS)
 
     app.include_router(router)
     for place, (name, engine) in enumerate(engines.items()):
+        if engine.split:  # no thread but the engine's may call it
+            continue
         opened_model = Opened(name, partial(getattr, engine, "m"))
         opened_model.open()
         opened_model.roles = {}  # they take long: `clearhead explore` finds them
