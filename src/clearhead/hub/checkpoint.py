@@ -88,7 +88,7 @@ def describe(folder: Path) -> Description:
             f"the run in {folder} is not finished: {use}go on with clearhead train --resume {folder}"
         )
     theirs = read_json(folder / "config.json")
-    if sentences.STANFORD in (theirs.get("architectures") or ()):
+    if sentences.is_stanford(theirs):
         return _stanford(theirs)
     if SECTION not in theirs and not (theirs.get("model_type") and theirs.get("architectures")):
         theirs = _recognise(folder, theirs)

@@ -305,8 +305,8 @@ def read_sentences(folder: Path, config: ModelConfig) -> Sentences | None:
     """
     path = folder / MODULES
     if not path.exists():
-        stanford = STANFORD in (read_json_if_any(folder / "config.json").get("architectures") or ())
-        return _stanford(folder, config) if stanford else None
+        theirs = read_json_if_any(folder / "config.json")
+        return _stanford(folder, config) if is_stanford(theirs) else None
     with reading(path, "is not a list of modules"):
         modules = json.loads(path.read_text(encoding="utf-8"))
         types = [str(module["type"]) for module in modules]
@@ -451,6 +451,12 @@ def _of_pylate(kind: str, place: Path) -> VectorLayer:
     layer = read_layer(kind, place, str(stated.get("module_input_name", TOKENS)))
     keys = ("module_input_name", "module_output_name")
     return replace(layer, stated={key: value for key, value in layer.stated.items() if key not in keys})
+
+
+def is_stanford(theirs: Mapping[str, Any]) -> bool:
+    """Return True if a config.json is that of a ColBERT of Stanford."""
+    named = theirs.get("architectures")
+    return isinstance(named, list) and STANFORD in named
 
 
 def _stanford(folder: Path, config: ModelConfig) -> Sentences:
