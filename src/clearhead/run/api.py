@@ -313,10 +313,9 @@ class Model(Bundle):
         "translate" (to English), `timestamps` for segments with times, `words` for the times of each word,
         `prompt`, a text before the transcript whose names and style the model takes up, `rate` of samples
         that are given (default: the model's), `max_new_tokens` of a window, `batch_size` windows at a time.
-        Several numbers
-        of `temperature` are tried in order, until a window passes `compression_ratio_threshold` and
-        `logprob_threshold`; `no_speech_threshold` skips silence (default: 0.6; inf: none), and `seed` is for
-        what is drawn.
+        Several numbers of `temperature` are tried in order, until a window passes
+        `compression_ratio_threshold` and `logprob_threshold`; `no_speech_threshold` skips silence (default:
+        0.6; inf: none), and `seed` is for what is drawn.
         """
         single = not isinstance(sound, list | tuple)
         return unwrapped(speech.transcribe(self, [sound] if single else sound, **options), single)
