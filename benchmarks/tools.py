@@ -413,10 +413,7 @@ def rounds(model: ch.Model) -> list[list[Message]]:
             answer = model.chat(talk, LENGTH, tools=[*FUNCTIONS.values()], parallel_tool_calls=False)
             talk.append(answer.message)
             for call in answer.tool_calls:
-                try:
-                    result = call_function(FUNCTIONS[call.name], call.arguments)
-                except Exception as error:  # the model is told
-                    result = f"error: {error!r}"
+                result = call_function(FUNCTIONS[call.name], call.arguments)
                 talk.append({"role": "tool", "tool_call_id": call.id, "content": result})
             if not answer.tool_calls:
                 break

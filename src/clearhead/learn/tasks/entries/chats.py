@@ -7,6 +7,7 @@ token that ends the turn. Where the template writes no such token, the eos token
 Shapes: N examples, B rows, T tokens of a row.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
@@ -183,6 +184,12 @@ class ChatTask(Task):
         return generation.text
 
 
+def written(message: Message) -> str:
+    """Return what a message says and calls, on one line."""
+    calls = [json.dumps(call.get("function") or call) for call in message.get("tool_calls") or ()]
+    return " ".join(filter(None, (str(message.get("content") or ""), *calls)))
+
+
 class Chat(ChatTask):
     """Learn what the assistant says."""
 
@@ -207,7 +214,7 @@ class Chat(ChatTask):
     def sample(self, loaded: Model, row: Conversation, plan: GeneratePlan, seed: int) -> str:
         """Return the answer to the first question of a conversation."""
         first = answers(row.messages)[0]
-        messages, wanted = row.messages[:first], row.messages[first]["content"]
+        messages, wanted = row.messages[:first], written(row.messages[first])
         return sampled(" ".join(row.asked()), self.answer(loaded, messages, row.tools, plan, seed), wanted)
 
 
@@ -385,4 +392,4 @@ class Prefer(ChatTask):
     def sample(self, loaded: Model, row: Preference, plan: GeneratePlan, seed: int) -> str:
         """Return the answer to a prompt, and the chosen one."""
         reply = self.answer(loaded, row.prompt, row.tools, plan, seed)
-        return sampled(" ".join(row.asked()), reply, row.chosen[-1]["content"])
+        return sampled(" ".join(row.asked()), reply, written(row.chosen[-1]))
