@@ -149,7 +149,7 @@ def test_the_line_has_an_end(byte_tokenizer):
         ({"lookup": 3}, "lookup 3 is not served"),
         ({"overflow": "slide"}, 'overflow "slide" is not served'),
         ({"temprature": 1}, "did you mean"),
-        ({"max_new_tokens": 120}, "positions"),
+        ({"max_new_tokens": 120}, "maximum context length is 128"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(options, message, byte_tokenizer):
