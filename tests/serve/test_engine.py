@@ -163,7 +163,7 @@ def test_the_line_has_an_end(byte_tokenizer):
         ({"cache": "int8"}, "cache int8 is not served.*: start it with --cache int8"),
         ({"overflow": "slide"}, 'overflow "slide" is not served'),
         ({"temprature": 1}, "did you mean"),
-        ({"max_new_tokens": 120}, "positions"),
+        ({"max_new_tokens": 120}, "maximum context length is 128"),
     ],
 )
 def test_what_is_not_served_is_refused_by_name(options, message, byte_tokenizer):
