@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "translator": {"n_kv_heads": 3},
 }
 RUNS = {
-    2: [("capped", 38), ("windows", 39), ("states", 1), ("experts", 1), ("translator", 1)],
+    2: [("capped", 38), ("windows", 34), ("states", 1), ("experts", 3), ("translator", 1)],
     4: [("capped", 4), ("translator", 1)],
 }
 
@@ -95,7 +95,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": [TEXT, "a"], "max_tokens": 20, "temperature": 0, "logprobs": 2}),
     ("/v1/completions", {"prompt": TEXT, "max_tokens": 9, "temperature": 0.9, "n": 2, "seed": 3}),
     ("/v1/completions", {"prompt": TEXT, "max_tokens": 0, "echo": True, "logprobs": 1}),
-    ("/v1/completions", {"prompt": "7", "max_tokens": 9, "regex": "[ab]{3}c"}),
+    ("/v1/completions", {"prompt": "7", "temperature": 0, "max_tokens": 9, "regex": "[ab]{3}c"}),
     ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 9, "temperature": 0, "stream": True}),
     ("/v1/embeddings", {"model": "reader", "input": [TEXT, "x"]}),
     ("/v1/classify", {"model": "judge", "input": [TEXT, "x"]}),
