@@ -45,6 +45,9 @@ def reference(kind: str, config: transformers.PretrainedConfig, folder: Path, se
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "norm" not in name:
                 parameter.mul_(3.0)  # and fresh weights are so small that attention is nearly uniform
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     model.save_pretrained(folder)
     return model
 

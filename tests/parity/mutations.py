@@ -91,6 +91,13 @@ NEXT = {
 }
 MIXED = {name: NEXT[name] for name in (*GROUPED, "num_experts", "num_experts_per_tok", "mlp_only_layers")}
 MIXED |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 16}
+LATENT = {
+    **dict(TEXT, num_key_value_heads=4, kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6),
+    **dict(qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=6, num_experts_per_tok=2),
+    **dict(moe_intermediate_size=12, n_shared_experts=1, n_group=3, topk_group=2),
+}
+MSCALE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.7}
+LIMITED = {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1}
 NEO = {"vocab_size": 61, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 128}
 NEO |= {"attention_types": [[["local", "global", "local"], 1]], "window_size": 7}
 DEBERTA = {
@@ -130,6 +137,10 @@ SUBJECTS = {
     "Qwen3-Next": Subject("Qwen3Next", NEXT),
     "Qwen2-MoE": Subject("Qwen2Moe", MIXED),
     "Qwen3-MoE": Subject("Qwen3Moe", dict(MIXED, head_dim=8)),
+    "DeepSeek-V2": Subject("DeepseekV2", {**LATENT, **LIMITED}),
+    "DeepSeek-V3": Subject("DeepseekV3", dict(LATENT, first_k_dense_replace=1)),
+    "DeepSeek-V3 yarn": Subject("DeepseekV3", dict(LATENT, q_lora_rank=None, rope_scaling=MSCALE)),
+    "GLM-4-MoE-Lite": Subject("Glm4MoeLite", LATENT),
     "OPT": Subject("OPT", dict(TEXT, ffn_dim=40, word_embed_proj_dim=32)),
     "OPT 350m": Subject("OPT", dict(TEXT, ffn_dim=40, word_embed_proj_dim=16, do_layer_norm_before=False)),
     "GPT-Neo": Subject("GPTNeo", NEO),
@@ -247,6 +258,10 @@ EXTRA: dict[str, list[Any]] = {
     "auto_map": [{"AutoModel": "evil.Model"}],
     "torch_dtype": ["bfloat16"],
     "dtype": ["float16"],
+    "scoring_func": ["softmax", "sigmoid"],
+    "topk_method": ["greedy", "noaux_tc"],
+    "moe_layer_freq": [1, 2],
+    "mscale_all_dim": [1.0],
 }
 ABSENT = object()  # the field is left out
 # Fields from which others follow: each is left out together with every other change of a field like these.

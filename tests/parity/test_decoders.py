@@ -42,6 +42,14 @@ NEXT = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
     **{"linear_value_head_dim": 5, "shared_expert_intermediate_size": 20},
 }
+LATENT = {
+    **dict(SMALL, num_key_value_heads=4, kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6),
+    **dict(qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=6, num_experts_per_tok=2),
+    **dict(moe_intermediate_size=12, n_shared_experts=1),
+}
+LATENT_ODD = dict(LATENT, hidden_size=40, intermediate_size=36, num_attention_heads=5, num_key_value_heads=5)
+GROUPS = {"n_group": 3, "topk_group": 2}
+MSCALE = dict(YARN, mscale=1.3, mscale_all_dim=0.7)
 FALCON = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
 GPT = {"vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 80, **ENDS}
@@ -169,6 +177,34 @@ CASES = {
             **{"linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2},
         },
         "dense": dict(NEXT, layer_types=FULL + DELTA, num_experts=0),
+    },
+    "DeepseekV2": {
+        "groups": dict(LATENT | GROUPS, topk_method="group_limited_greedy", first_k_dense_replace=1),
+        "no latent of queries, tied, biases, yarn": {
+            **dict(LATENT_ODD | TIED, q_lora_rank=None, attention_bias=True, n_shared_experts=2),
+            **{"rope_scaling": dict(MSCALE, rope_theta=500.0), "routed_scaling_factor": 3.0, "v_head_dim": 9},
+        },
+        "dense": dict(LATENT, first_k_dense_replace=3, qk_rope_head_dim=6, qk_nope_head_dim=2, v_head_dim=16),
+    },
+    "DeepseekV3": {
+        "groups": dict(LATENT | GROUPS, first_k_dense_replace=1),
+        "halves, tied, biases, yarn": {
+            **dict(LATENT_ODD | TIED, rope_interleave=False, attention_bias=True, norm_topk_prob=False),
+            **dict(q_lora_rank=None, rope_scaling=dict(MSCALE, rope_theta=500.0), n_group=1, topk_group=1),
+            **{"first_k_dense_replace": 0, "n_shared_experts": 2},
+        },
+        "four of eight groups of two": {
+            **dict(LATENT, n_routed_experts=16, n_group=8, topk_group=4, num_experts_per_tok=7),
+            **{"first_k_dense_replace": 2, "rms_norm_eps": 1e-3, "rope_scaling": dict(YARN, mscale=0.5)},
+        },
+    },
+    "Glm4MoeLite": {
+        "first dense": dict(LATENT, rms_norm_eps=1e-3),
+        "every other, tied, groups": {
+            **dict(LATENT_ODD | TIED | GROUPS, mlp_layer_types=["sparse", "dense", "sparse"]),
+            **dict(rope_interleave=False, q_lora_rank=None, routed_scaling_factor=0.7),
+        },
+        "biases, yarn": dict(LATENT, attention_bias=True, norm_topk_prob=False, rope_scaling=MSCALE),
     },
     "Phi": {
         "plain": SMALL,
@@ -347,6 +383,8 @@ FRESH = {
     ("Phi3", "odd, tied, window"): "mistral",
     **{("Phi3", f"beyond its trained length, {name}"): "llama" for name in PHI_FACTORS},
     ("Falcon", "sequential, all heads"): "gpt_neox",
+    ("Glm4MoeLite", "first dense"): "deepseek_v3",
+    ("Glm4MoeLite", "biases, yarn"): "deepseek_v3",
 }
 
 

@@ -164,7 +164,6 @@ class Attention(nn.Module):
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; cross-attention reads `memory` [B, S, D]."""
-        B, T, _ = x.shape
         cached = layer_kv is not None and layer_kv.source_cached  # those of the memory, by an earlier call
         if layer_kv is not None and cached:
             q, (k, v) = self.split("q", self.q(x), self.n_heads, self.q_norm, tap), layer_kv.buffers()
@@ -179,6 +178,11 @@ class Attention(nn.Module):
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
         z = view.attended(self.attend, q, k, v, None if cached else layer_kv, tap, x)  # B H T E
+        return self.output(z, x, tap)
+
+    def output(self, z: Tensor, x: Tensor, tap: Tap) -> Tensor:
+        """Gate what the heads found, where there is a gate, and join it: [B, H, T, E] -> [B, T, D]."""
+        B, T, _ = x.shape
         if self.gate is not None:
             gate = tap.step("gate", self.gate(x)).view(B, T, self.n_heads, -1).transpose(1, 2)
             z = tap.step("mixed", z) * gate.sigmoid()
@@ -247,6 +251,7 @@ ATTENTIONS: Registry[Any] = Registry(
         "linear": f"{VARIANTS}.linear:LinearAttention",
         "low-rank": f"{VARIANTS}.linear:LowRankAttention",
         "gated-delta": f"{VARIANTS}.gated_delta:DeltaLayer",
+        "latent": f"{VARIANTS}.latent:LatentAttention",
         "disentangled": f"{VARIANTS}.positions:DisentangledAttention",
     }
 )

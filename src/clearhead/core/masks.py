@@ -212,7 +212,7 @@ def compose(
         if queries.length == keys.length:
             return None, True
 
-    rule = None if kind == FULL else kind.rule(causal)
+    rule = kind.rule(causal)
     allowed = rules(
         queries, keys, causal, rule, lambda x: x[:, :, None], lambda x: x[:, None, :], prefix
     )  # each B|1 T|1 S

@@ -318,7 +318,9 @@ def put_parameters(parts: Mapping[str, nn.Module], tensors: Mapping[str, Tensor]
     """Make tensors the parameters of these names; `parts` are the model's modules by their names."""
     for name, tensor in tensors.items():
         path, _, last = name.rpartition(".")
-        parameter = nn.Parameter(tensor, tensor.is_floating_point())
+        before = getattr(parts[path], last, None)
+        frozen = isinstance(before, nn.Parameter) and before.is_meta and not before.requires_grad
+        parameter = nn.Parameter(tensor, tensor.is_floating_point() and not frozen)
         if is_transposed(parameter):
             lay_out_when_trained(parameter)
         setattr(parts[path], last, parameter)

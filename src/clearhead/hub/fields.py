@@ -61,7 +61,7 @@ def field(
     """
 
     def checked(value: Any) -> Any:
-        few = least is not None and value < least
+        few = least is not None and value is not None and value < least
         refuse_key(few, theirs, value, f"this architecture needs {least} at least")
         return value
 

@@ -112,8 +112,9 @@ def ports_of(config: ModelConfig, cache: bool = False) -> list[Port]:
         spec = stacks[0]
         ports[1] = Port(MASK, ("batch", "past + length"))
         for number, names in enumerate(past_names("past_key_values", len(spec.kinds))):
-            heads = spec.kv_heads_of(f"{spec.prefix}blocks.{number}.attention")
-            for name, width in zip(names, (spec.d_head, spec.d_value)):
+            attention = f"{spec.prefix}blocks.{number}.attention"
+            heads, *widths = spec.kept(attention, spec.kinds[number])
+            for name, width in zip(names, widths):
                 ports.append(Port(name, ("batch", heads, "past", width), torch.float32))
     return ports
 
@@ -194,8 +195,9 @@ class AllExperts(Experts):
         mixed = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
             mixed = mixed + shares[..., number, None] * expert(x)
-        if self.shared is not None and self.shared_gate is not None:
-            mixed = mixed + self.shared_gate(x).sigmoid() * self.shared(x)
+        if self.shared is not None:
+            weighed = 1.0 if self.shared_gate is None else self.shared_gate(x).sigmoid()
+            mixed = mixed + weighed * self.shared(x)
         return mixed
 
 

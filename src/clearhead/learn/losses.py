@@ -23,6 +23,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from clearhead.core import dtypes, heads, transformer
+from clearhead.core.stack import Stack
 from clearhead.errors import refuse
 from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.variants import routing
@@ -116,7 +117,9 @@ def batch_loss(
         loss = loss / model.main.copies
     if model.training and balance:
         # Multiply by the targets, because these losses are part of the mean.
-        if config.n_experts:
+        if config.router_correction:
+            _level(model, batch, total)
+        elif config.n_experts:
             loss = loss + balance * batch.n_shared * _balance(model, batch, total)
         if config.depth_capacity != 1:
             loss = loss + balance * batch.n_shared * routing.router_loss(model, total)
@@ -290,11 +293,17 @@ def balance_loss(
     return routing.imbalance(choices, total(routing.counts_of(choices)))
 
 
+def _stacks(model: transformer.Transformer, batch: Batch) -> list[tuple[Stack, Tensor | None]]:
+    """Return the stacks, and which of their tokens of this process are real."""
+    masks = (batch.mask, batch.source_mask if model.decoder is not None else batch.mask)
+    pairs = zip((model.decoder, model.encoder), masks)
+    return [(stack, stack.worked_on(mask)) for stack, mask in pairs if stack is not None]
+
+
 def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:
-    stacks = [
-        (model.decoder, batch.mask),
-        (model.encoder, batch.source_mask if model.decoder is not None else batch.mask),
-    ]
-    return torch.stack(
-        [balance_loss(stack, stack.worked_on(mask), total) for stack, mask in stacks if stack is not None]
-    ).mean()
+    return torch.stack([balance_loss(*each, total) for each in _stacks(model, batch)]).mean()
+
+
+def _level(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> None:
+    for each in _stacks(model, batch):
+        routing.level(*each, total)

@@ -19,16 +19,19 @@ HEADS = ("n_heads", "n_kv_heads", "n_encoder_heads")
 WIDTHS = ("d_model", "d_head", "d_encoder_head", "d_value", "d_ff", "d_encoder_ff", "d_expert", "d_embedding")
 COUNTS = (
     *("max_positions", "max_encoder_positions", "patch_size", "n_channels"),
-    *("conv_kernel", "conv_stride"),
+    *("conv_kernel", "conv_stride", "router_groups", "n_active_groups"),
 )
 FROM_ZERO = (
     *("vocab_size", "n_types", "n_experts", "d_shared_expert"),
     *("n_classes", "d_input", "position_offset"),
 )
-ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap", "gated_clamp")
+ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap", "gated_clamp", "router_scale")
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
 GATED = ("gated_clamp", "gated_shift")
-MIXTURE = ("router_bias", "d_expert", "d_shared_expert", "dense_layers")
+MIXTURE = (
+    *("router_bias", "router_correction", "router_groups", "n_active_groups", "router_scale"),
+    *("d_expert", "d_shared_expert", "shared_expert_gate", "dense_layers"),
+)
 TWO_STACKS = (
     *("n_encoder_layers", "n_encoder_heads", "d_encoder_head", "d_encoder_ff"),
     *("max_encoder_positions", "source_vocab_size"),
@@ -76,7 +79,7 @@ def _given_mistakes(config: Fields) -> Iterator[str]:
         if not config.gated and getattr(config, name):
             yield f"{name} {getattr(config, name)} needs a gate: set gated true, or leave {name} out"
     for name in MIXTURE:
-        if not config.n_experts and getattr(config, name):
+        if not config.n_experts and getattr(config, name) != getattr(Fields, name):
             yield f"{name} needs a router: set n_experts, or leave {name} out"
     if config.norm == "rmsnorm" and config.norm_bias:
         yield "rmsnorm has no bias: leave norm_bias unset, or choose norm layernorm"

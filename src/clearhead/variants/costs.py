@@ -19,6 +19,7 @@ from typing import Any
 
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.fields import passing
+from clearhead.core.config.kinds import FULL
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.variants.presets import preset
 from clearhead.variants.steps import Pass, Step, model_steps
@@ -210,8 +211,9 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
         states = spec.state_shapes(layer) if kind == "attention" else []
         passed = passing(spec.capacities[layer], tokens)
         slots = passed if seen.reach is None or not ring else seen.slots
-        heads = spec.kv_heads_of(f"{spec.prefix}blocks.{layer}.{kind}")
-        each = slots * heads * (spec.d_head + spec.d_value)
+        attention = f"{spec.prefix}blocks.{layer}.{kind}"
+        heads, key, value = spec.kept(attention, seen if kind == "attention" else FULL)
+        each = slots * heads * (key + value)
         total += sum(math.prod(shape) for shape in states) if states else each
     return batch * total
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clearhead.core.config.fields import Fields, StackSpec
-from clearhead.core.config.kinds import Kind, Rule, Windowed, near, with_sinks
+from clearhead.core.config.kinds import Kept, Kind, Rule, Windowed, near, with_sinks
 from clearhead.core.masks import TokenInfo
 from clearhead.core.taps import SILENT, Tap
 
@@ -327,6 +327,44 @@ class GatedDeltaKind(Kind):
         if values % keys:
             multiple = "has value heads that are no multiple of its key heads"
             yield f"{name} {multiple}: set key_heads or value_heads"
+
+
+@dataclass(frozen=True)
+class Latent(Kind):
+    """Every key, of keys and values that are made of one latent a token (multi-head latent attention).
+
+    A cache keeps the latent, and the key that all heads share: the columns that rotate, `rope_fraction` of a
+    head and the last ones of it. What makes queries, keys and values of latents has no bias.
+    """
+
+    name = "latent"
+    shares = False
+    rank: int = 64  # width of the latent of keys and values
+    query_rank: int = 0  # width of the latent of queries; 0: they are made of the token itself
+
+    def sees_all(self, length: int) -> bool:
+        """Return True."""
+        return True
+
+    def rule(self, causal: bool) -> Rule | None:
+        """Return None: every key."""
+        return None
+
+    def kept(self, spec: StackSpec, heads: int) -> Kept:
+        """Return one head: the shared key, and the latent in place of a value."""
+        return 1, spec.d_rotary, self.rank
+
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
+        """Yield what is wrong; see `Kind`."""
+        name, rotates = self.of_layer(layer), f"rotates {stack.d_rotary} of {stack.d_head} columns of a head"
+        if config.positions != "rope":
+            yield f"{name} tells order by columns that rotate: set positions rope, and rope_fraction"
+        if stack.d_rotary >= stack.d_head:
+            yield f"{name} {rotates}, and a latent makes the others: set rope_fraction below 1"
+        if stack.n_kv_heads != stack.n_heads:
+            yield f"{name} makes keys for each of {stack.n_heads} heads: leave n_kv_heads out"
+        if config.qk_norm != "none":
+            yield f"{name} has norms on its latents: leave qk_norm {config.qk_norm} out"
 
 
 def shortened(kind: Kind, most: int) -> Kind:

@@ -44,19 +44,30 @@ from clearhead.variants.caches import WindowCache
 from clearhead.variants.steps import INDEX, Pass, Step, feedforward_steps, linear_step
 
 BALANCE = 0.01  # weight of the loss of the routers of experts
+LEVELLED = 0.001  # how far a batch moves the correction of an expert
 
 
 class Experts(nn.Module):
-    """X feed-forwards and the router that chooses among them; perhaps one more that every token visits."""
+    """X feed-forwards and the router that chooses among them; perhaps one more that every token visits.
+
+    Groups of experts (DeepSeek): the best of a group count for it, one of a softmax and two of a sigmoid.
+    """
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
         self.n_active = spec.n_active_experts
         self.order, self.renormalise = spec.router_order, spec.router_renormalise
+        self.groups, self.n_active_groups, self.scale = (
+            *(spec.router_groups, spec.n_active_groups),
+            spec.router_scale,
+        )
         self.router = nn.Linear(spec.d_model, spec.n_experts, bias=spec.router_bias)
+        corrected = spec.router_correction  # which has no gradient: see `level`
+        self.correction = nn.Parameter(torch.zeros(spec.n_experts), False) if corrected else None
         self.experts = nn.ModuleList(FeedForward(spec, spec.d_expert) for _ in range(spec.n_experts))
         self.shared = FeedForward(spec, spec.d_shared_expert) if spec.d_shared_expert else None
-        self.shared_gate = nn.Linear(spec.d_model, 1, bias=False) if self.shared else None
+        gated = self.shared is not None and spec.shared_expert_gate
+        self.shared_gate = nn.Linear(spec.d_model, 1, bias=False) if gated else None
         self.routed: Tensor | None = None  # router logits of the latest pass in training, for `balance_loss`
 
     def __getstate__(self) -> dict[str, object]:
@@ -77,10 +88,11 @@ class Experts(nn.Module):
         answers = self.answer(tap.step("sorted", rows[token]), counts, tap)  # N·A D
         answer = (answers * weights.flatten()[order, None]).to(rows.dtype)
         mixed = tap.step("mixed", torch.zeros_like(rows).index_add(0, token, answer).view_as(x))
-        if self.shared is not None and self.shared_gate is not None:
+        if self.shared is not None:
             shared = self.shared(x, tap.part("shared"))
-            share = tap.step("shared_gate", self.shared_gate(x)).sigmoid()  # B T 1
-            mixed = tap.step("with_shared", mixed + share * shared)
+            if self.shared_gate is not None:
+                shared = tap.step("shared_gate", self.shared_gate(x)).sigmoid() * shared  # B T D
+            mixed = tap.step("with_shared", mixed + shared)
         return tap("out", mixed)
 
     def answer(self, rows: Tensor, counts: Tensor, tap: Tap) -> Tensor:
@@ -90,13 +102,23 @@ class Experts(nn.Module):
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers of the experts of each token: [N, X] -> [N, A] twice."""
+        sigmoid, scores = self.order == "sigmoid_topk", wide(logits)
+        if self.order != "topk_softmax":
+            scores = scores.sigmoid() if sigmoid else scores.softmax(-1)
+        counted = scores if self.correction is None else scores + self.correction.to(scores.dtype)
+        if self.groups > 1:
+            of_groups = counted.unflatten(-1, (self.groups, -1))  # N G X/G
+            best = of_groups.topk(min(1 + sigmoid, of_groups.shape[-1]), dim=-1).values.sum(-1)  # N G
+            left = torch.ones_like(best, dtype=torch.bool)
+            left = left.scatter(-1, best.topk(self.n_active_groups, dim=-1).indices, False)
+            counted = of_groups.masked_fill(left[..., None], -torch.inf).flatten(-2)
+        chosen = counted.topk(self.n_active, dim=-1).indices
+        top = scores.gather(-1, chosen)
         if self.order == "topk_softmax":
-            top, chosen = wide(logits).topk(self.n_active, dim=-1)
-            return top.softmax(-1).to(logits.dtype), chosen
-        top, chosen = wide(logits).softmax(-1).topk(self.n_active, dim=-1)
-        if self.renormalise:
-            top = top / top.sum(-1, keepdim=True)
-        return top.to(logits.dtype), chosen
+            top = top.softmax(-1)
+        elif self.renormalise:
+            top = top / (top.sum(-1, keepdim=True) + 1e-20)
+        return (top if self.scale == 1 else top * self.scale).to(logits.dtype), chosen
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[Step]:
@@ -106,15 +128,21 @@ class Experts(nn.Module):
         softmax = A if spec.router_order == "topk_softmax" else X + A + 1
         each = softmax * run.wide + A * (run.size + 3 * INDEX)
         yield linear_step(f"{name}.router", "feedforward", rows, D, X, spec.router_bias, kept=rows * each)
+        if spec.router_correction:
+            yield Step(f"{name}.correction", "feedforward", X)
         # Inputs of the experts, one for each matmul in half precision, outputs, and these weighted.
         each = (3 if run.half and spec.gated else 2) * run.size + run.wide
         yield Step(f"{name}.sorted", "feedforward", kept=rows * A * D * each)
         yield from feedforward_steps(spec, run, f"{name}.experts", rows * A, spec.d_expert, X, idle=X - A)
         if spec.d_shared_expert:
             yield from feedforward_steps(spec, run, f"{name}.shared", rows, spec.d_shared_expert)
-            copied = 2 + spec.gated if run.half else 0  # inputs: one for each matmul in half precision
-            kept = rows * (D * (1 + copied) + 1) * run.size
-            yield linear_step(f"{name}.shared_gate", "feedforward", rows, D, 1, bias=False, kept=kept)
+            weighed = spec.shared_expert_gate
+            copied = 1 + weighed + spec.gated if run.half else 0  # inputs, of each matmul in half precision
+            kept = rows * (D * (weighed + copied) + weighed) * run.size
+            if weighed:
+                yield linear_step(f"{name}.shared_gate", "feedforward", rows, D, 1, bias=False, kept=kept)
+            else:
+                yield Step(f"{name}.with_shared", "feedforward", kept=kept)
 
 
 def tally(model: nn.Module, mask: Tensor | None = None) -> Tensor | None:
@@ -136,6 +164,25 @@ def tally(model: nn.Module, mask: Tensor | None = None) -> Tensor | None:
     return torch.cat([counts, counts.new_tensor([len(logits)]), probability.sum(0)])
 
 
+@torch.no_grad()
+def level(model: nn.Module, mask: Tensor | None = None, total: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+    """Move the correction of each expert against its load in the latest pass in training (DeepSeek-V3).
+
+    An expert that more tokens chose than the mean is chosen a little less by the next pass, and the others a
+    little more. `mask` [B, T] leaves padding out; where rows are shared out, `total` sums counts.
+    """
+    for part in model.modules():
+        if isinstance(part, Experts) and part.correction is not None and part.routed is not None:
+            refuse(
+                hasattr(part.correction, "device_mesh"),
+                "router_correction moves by counts of each step, and is not divided: train without shard",
+            )
+            logits = part.routed if mask is None else part.routed[mask.flatten()]
+            chosen = part.choose(logits)[1]
+            counts = total(torch.zeros_like(wide(logits)).scatter(1, chosen, 1.0).sum(0))
+            part.correction += LEVELLED * (counts.mean() - counts).sign().to(part.correction)
+
+
 def counts_of(tally: Tensor) -> Tensor:
     """Return choices of each expert and the number of tokens: [..., 2X + 1] -> [..., X + 1]."""
     return tally[..., : tally.shape[-1] // 2 + 1].detach()
@@ -155,6 +202,22 @@ def expert_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str
     active, experts = config.n_active_experts, config.n_experts
     if not 1 <= active <= experts:
         yield f"n_active_experts {active} must lie between 1 and n_experts {experts}"
+    groups, chosen, order = config.router_groups, config.n_active_groups, config.router_order
+    if experts % groups:
+        yield f"router_groups {groups} does not divide n_experts {experts}"
+    if chosen > groups:
+        yield f"n_active_groups {chosen} must lie between 1 and router_groups {groups}"
+    if active > chosen * experts // groups:
+        yield (
+            f"n_active_experts {active} is more than the {chosen * experts // groups} experts of "
+            f"{chosen} of {groups} groups: raise n_active_groups"
+        )
+    if groups > 1 and order == "topk_softmax":
+        yield f"router_groups {groups} needs scores: choose router_order softmax_topk or sigmoid_topk"
+    if config.router_correction and order != "sigmoid_topk":
+        yield f"router_correction belongs to router_order sigmoid_topk, and this is {order}: leave it out"
+    if not config.shared_expert_gate and not config.d_shared_expert:
+        yield "shared_expert_gate needs a shared expert: set d_shared_expert, or leave it out"
     for stack in stacks:
         dense, last = {*stack.dense_layers}, stack.n_layers - 1
         for layer in dense:

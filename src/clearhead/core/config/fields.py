@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from clearhead.core.config.kinds import Kind, Windowed
+from clearhead.core.config.kinds import Kept, Kind, Windowed
 from clearhead.errors import ConfigError, check_names, check_types, refuse
 
 Family = Literal["decoder", "encoder", "encoder-decoder"]
@@ -125,11 +125,18 @@ class StackFields:
     gated_shift: float = 0.0  # gated: added to what the gate multiplies, after the clamp
     n_experts: int = 0  # 0: one feed-forward; else a mixture of them
     n_active_experts: int = 2  # how many each token visits
-    # softmax over the chosen, or over all
-    router_order: Literal["topk_softmax", "softmax_topk"] = "topk_softmax"
-    router_renormalise: bool = True  # softmax_topk: make the chosen weights sum to one
+    # softmax over the chosen, or over all; or a sigmoid of each
+    router_order: Literal["topk_softmax", "softmax_topk", "sigmoid_topk"] = "topk_softmax"
+    router_renormalise: bool = True  # softmax_topk, sigmoid_topk: make the chosen weights sum to one
     router_bias: bool = False  # in the layer that chooses experts
-    d_shared_expert: int = 0  # width of one more expert that each token visits, weighed by a sigmoid; 0: none
+    # sigmoid_topk: a number for each expert, added where experts are chosen and not to their weights. Training
+    # moves it against the load of the expert, in place of a loss that spreads tokens
+    router_correction: bool = False
+    router_groups: int = 1  # experts are chosen from the best groups of neighbours alone
+    n_active_groups: int = 1  # how many groups that is
+    router_scale: float = 1.0  # the weights of the chosen are multiplied by it
+    d_shared_expert: int = 0  # width of one more expert that each token visits; 0: none
+    shared_expert_gate: bool = True  # what it answers is weighed by a sigmoid
     dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one feed-forward in place of a mixture
 
     # Residual
@@ -316,6 +323,10 @@ class StackSpec(StackFields):
             return self.n_patches + self.class_token
         stride = self.conv_stride if self.input == "frames" else 1
         return (length + stride - 1) // stride  # rounded up
+
+    def kept(self, attention: str, kind: Kind) -> Kept:
+        """Return what a cache keeps of a token in the attention of this name and kind."""
+        return kind.kept(self, self.kv_heads_of(attention))
 
     def state_shapes(self, layer: int) -> list[tuple[int, ...]]:
         """Return the shapes of what a layer keeps of one row in place of keys; none if it keeps keys."""

@@ -9,6 +9,7 @@
     linear(elu)              a feature map in place of the softmax: elu, relu, or favor (Performer)
     low-rank(64)             64 mixtures of all keys (Linformer)
     gated-delta              a memory that forgets and corrects itself (Gated DeltaNet)
+    latent(64)               every key, made of a latent of width 64, which a cache keeps (DeepSeek)
 
 The masked kinds take `sinks=4`: the first 4 tokens are always seen.
 """
@@ -23,6 +24,7 @@ from clearhead.core.config.registry import Registry
 SMALLEST, LARGEST = 32, 256  # tokens of a block, where a window is attended by blocks
 # (query's position, key's position, tokens of the query's document) -> may attend; tensors that broadcast
 Rule = Callable[[Any, Any, Any], Any]
+Kept = tuple[int, int, int]  # heads of keys, width of a key, width of a value
 Mistakes = Iterable[str]  # a line for each: what is wrong, what is allowed, the way out
 
 
@@ -78,8 +80,8 @@ class Kind:
         half = self.nearby // 2
         return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
 
-    def rule(self, causal: bool) -> Rule:
-        """Return which keys a query sees, for masked kinds; causality and padding come on top."""
+    def rule(self, causal: bool) -> Rule | None:
+        """Return which keys a query sees, for masked kinds; None: every one, but for causality and padding."""
         raise TypeError(f"{self} takes no mask over keys")
 
     def describe(self, tokens: Any, causal: bool, ids: Any, global_mask: Any) -> Any:
@@ -91,6 +93,10 @@ class Kind:
     ) -> Any:
         """Add to a bias on the scores the log of how many times each key counts; default: nothing."""
         return bias
+
+    def kept(self, spec: Any, heads: int) -> Kept:
+        """Return what a cache keeps of a token in an attention of `heads` key/value heads."""
+        return heads, spec.d_head, spec.d_value
 
     def state_shapes(self, spec: Any, heads: int) -> list[tuple[int, ...]]:
         """Return the shapes of what a row keeps in place of the keys of `heads`; none where it keeps keys."""
@@ -122,6 +128,10 @@ class Full(Kind):
     def sees_all(self, length: int) -> bool:
         """Return True."""
         return True
+
+    def rule(self, causal: bool) -> Rule | None:
+        """Return None."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,7 @@ KINDS: Registry[type[Kind]] = Registry(
         "linear": f"{VARIANTS}:LinearKind",
         "low-rank": f"{VARIANTS}:LowRank",
         "gated-delta": f"{VARIANTS}:GatedDeltaKind",
+        "latent": f"{VARIANTS}:Latent",
     }
 )
 FULL = Full()

@@ -27,7 +27,16 @@ from clearhead.inside.checks.reference_inputs import (
     pairs,
     slope,
 )
-from clearhead.variants.kinds import Blocks, Dilated, GatedDeltaKind, GlobalKind, LinearKind, LowRank, Strided
+from clearhead.variants.kinds import (
+    Blocks,
+    Dilated,
+    GatedDeltaKind,
+    GlobalKind,
+    Latent,
+    LinearKind,
+    LowRank,
+    Strided,
+)
 from clearhead.variants.linear import orthogonal_features
 
 MASK = 0x7FFFFFFF
@@ -38,6 +47,8 @@ def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
     distance, first = abs(q - k), getattr(kind, "sinks", 0)
     match kind:
         case Full():
+            chosen = True
+        case Latent():
             chosen = True
         case Windowed() | GlobalKind():
             chosen = distance < kind.size
@@ -122,6 +133,24 @@ def mixtures(
     real, positions = torch.tensor(row.real)[:, None], row.positions
     by_key, by_value = (inputs.weight(f"{name}.{part}_mix")[positions] * real for part in ("k", "v"))
     return by_key.T @ k, by_value.T @ v
+
+
+def latent_projections(
+    inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: Latent, x: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values of all heads, made of latents of a row [T, D]: [T, H·E], [T, H·V]."""
+
+    def down(part: str) -> Tensor:
+        low = inputs.linear(f"{name}.{part}_down", x)
+        return low / ((low**2).mean(1, keepdim=True) + 1e-6) ** 0.5 * inputs.weight(f"{name}.{part}_down_norm.weight")
+
+    latent, shared = down("kv"), inputs.linear(f"{name}.k_shared", x)
+    own, keys = inputs.linear(f"{name}.k", latent), []
+    width = row.plan.d_head - shared.shape[1]
+    for start in range(0, own.shape[1], width):
+        keys += [own[:, start : start + width], shared]
+    q = inputs.linear(f"{name}.q", down("q") if kind.query_rank else x)
+    return q, torch.cat(keys, 1), inputs.linear(f"{name}.v", latent)
 
 
 def delta_rule(
@@ -318,7 +347,10 @@ class Reference(ReferenceInputs):
         """Return the concatenated outputs of the heads: [T, D] -> [T, H·V]; `which` names the projections."""
         config, plan, cross = self.config, row.plan, memory is not None
         (read, keys), window = memory or (x, row), kind.reach
-        q, k, v = (self.linear(f"{name}.{part}{which}", x if part == "q" else read) for part in "qkv")
+        if isinstance(kind, Latent):
+            q, k, v = latent_projections(self, name, row, kind, x)
+        else:
+            q, k, v = (self.linear(f"{name}.{part}{which}", x if part == "q" else read) for part in "qkv")
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.masked else FULL), []
@@ -330,7 +362,10 @@ class Reference(ReferenceInputs):
             if config.qk_norm == "head":
                 one_q, one_k = self.norm(f"{name}.q_norm", one_q), self.norm(f"{name}.k_norm", one_k)
             if config.positions == "rope" and not cross and layer not in config.rope_skips:
-                one_q, one_k = self.rotated(one_q, row, window), self.rotated(one_k, keys, window)
+                # The columns of a latent head that rotate are its last ones, of other heads the first.
+                own = plan.d_head - plan.d_rotary if isinstance(kind, Latent) else 0
+                one_q = torch.cat([one_q[:, :own], self.rotated(one_q[:, own:], row, window)], 1)
+                one_k = torch.cat([one_k[:, :own], self.rotated(one_k[:, own:], keys, window)], 1)
             one_v = _cut(v, shared, plan.d_value)
             if isinstance(kind, LinearKind):
                 phi = partial(features, kind, scale=plan.attention_scale, count=kind.n_features(plan))
@@ -397,18 +432,32 @@ class Reference(ReferenceInputs):
         """Send each token to the few feed-forwards that its router scores highest: [T, D] -> [T, D]."""
         config, powers = self.config, self.linear(f"{name}.router", x).exp()
         every, answers, shares = range(config.n_experts), torch.zeros_like(x), torch.zeros_like(powers)
+        sigmoid = config.router_order == "sigmoid_topk"
         chosen_share = config.router_order == "topk_softmax" or config.router_renormalise
-        for share, scores in zip(shares, powers):
-            chosen = sorted(every, key=scores.neg().tolist().__getitem__)[: config.n_active_experts]
-            share[chosen] = scores[chosen] / scores[chosen if chosen_share else list(every)].sum()
+        added = self.weight(f"{name}.correction") if config.router_correction else torch.zeros(config.n_experts)
+        for share, scores in zip(shares, powers / (1 + powers) if sigmoid else powers):
+            total = scores.sum() if not sigmoid else 1.0
+            counted = (scores / total + added).tolist()
+            among = self.of_groups(counted, 2 if sigmoid else 1)
+            chosen = sorted(among, key=lambda expert: -counted[expert])[: config.n_active_experts]
+            share[chosen] = scores[chosen] / (scores[chosen].sum() if chosen_share else total) * config.router_scale
         for expert in every:
             tokens = shares[:, expert].nonzero()[:, 0]
             answer = self.feedforward(f"{name}.experts.{expert}", x[tokens])
             answers[tokens] += shares[tokens, expert, None] * answer
         if config.d_shared_expert:
-            share = 1 / (1 + (-self.linear(f"{name}.shared_gate", x)).exp())
-            answers = answers + share * self.feedforward(f"{name}.shared", x)
+            shared = self.feedforward(f"{name}.shared", x)
+            if config.shared_expert_gate:
+                shared = shared / (1 + (-self.linear(f"{name}.shared_gate", x)).exp())
+            answers = answers + shared
         return answers
+
+    def of_groups(self, scores: list[float], best: int) -> list[int]:
+        """Return the experts of the groups whose `best` scores, added up, are highest."""
+        config, size = self.config, self.config.n_experts // self.config.router_groups
+        groups = [range(start, start + size) for start in range(0, config.n_experts, size)]
+        ranked = sorted(groups, key=lambda group: -sum(sorted(scores[expert] for expert in group)[-best:]))
+        return sorted(expert for group in ranked[: config.n_active_groups] for expert in group)
 
     # What comes out -----------------------------------------------------------------------------------------
 

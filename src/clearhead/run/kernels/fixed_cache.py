@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import ModelConfig
-from clearhead.core.config.kinds import Kind
+from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.masks import TokenInfo
 from clearhead.core.positions import Rotary
 from clearhead.errors import InputError, refuse
@@ -47,21 +47,21 @@ class FixedCache(Cache):
 
         wide = torch.promote_types(dtype, torch.float32)  # of states
 
-        def room(attention: str, slots: int) -> list[Tensor]:
-            shape = (batch, spec.kv_heads_of(attention), slots)
-            return [torch.zeros(*shape, E, dtype=dtype, device=device) for E in (spec.d_head, spec.d_value)]
+        def room(attention: str, kind: Kind, slots: int) -> list[Tensor]:
+            heads, *widths = spec.kept(attention, kind)
+            return [torch.zeros(batch, heads, slots, E, dtype=dtype, device=device) for E in widths]
 
         for layer, kind in enumerate(spec.kinds):
             block = f"{spec.prefix}blocks.{layer}"
             if kind.masked:
-                self.layers[layer] = FixedKV(self, kind, room(f"{block}.attention", capacity))
+                self.layers[layer] = FixedKV(self, kind, room(f"{block}.attention", kind, capacity))
             else:
                 shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]
                 begins = kind.state_begins or (0.0,) * len(shapes)
                 states = [torch.full(*each, dtype=wide, device=device) for each in zip(shapes, begins)]
                 self.layers[layer] = LayerState(states, begins)
             if source and spec.cross:
-                self.cross_layer(layer).update(*room(f"{block}.cross", source))
+                self.cross_layer(layer).update(*room(f"{block}.cross", FULL, source))
         if source and spec.cross:
             count = torch.arange(source, device=device)[None]
             self.source = TokenInfo(count, count, empty_slots(batch, source, device).real, None, plain=False)

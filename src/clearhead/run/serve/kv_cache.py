@@ -166,18 +166,19 @@ class Pool:
         self.layers: dict[int, tuple[Tensor, ...]] = {}
         self.cross: dict[int, tuple[Tensor, ...]] = {}
 
-        def room(attention: str, group: Group) -> tuple[Tensor, ...]:
-            heads = spec.kv_heads_of(attention) if kv_heads is None else kv_heads[attention]
+        def room(attention: str, group: Group, kind: Kind) -> tuple[Tensor, ...]:
+            every, *widths = spec.kept(attention, kind)
+            heads = every if kv_heads is None else kv_heads[attention]
             slots = (counts[group] + 1) * size
-            kinds = [(width, dtype) for width in (spec.d_head, spec.d_value)]
+            kinds = [(width, dtype) for width in widths]
             if int8 and group is not None:
                 kinds = [part for width, _ in kinds for part in ((width, torch.int8), (1, torch.bfloat16))]
             return tuple(
                 torch.zeros(1, heads, slots, width, dtype=kind, device=device) for width, kind in kinds
             )
 
-        for layer, group, attention in attentions_of(spec):
-            (self.cross if group is None else self.layers)[layer] = room(attention, group)
+        for layer, group, attention, kind in attentions_of(spec):
+            (self.cross if group is None else self.layers)[layer] = room(attention, group, kind)
 
     @property
     def used(self) -> int:
@@ -190,15 +191,15 @@ class Pool:
         return max((blocks.used / blocks.count for blocks in self.blocks.values()), default=0.0)
 
 
-def attentions_of(spec: StackSpec) -> list[tuple[int, Group, str]]:
-    """Return the attentions of a stack that keep keys: the layer, the group and the name of each."""
+def attentions_of(spec: StackSpec) -> list[tuple[int, Group, str, Kind]]:
+    """Return the attentions of a stack that keep keys: layer, group, name and kind of each."""
     blocks = [f"{spec.prefix}blocks.{layer}" for layer in range(len(spec.kinds))]
-    kept: list[tuple[int, Group, str]] = [
-        (layer, group_of(kind), f"{blocks[layer]}.attention")
+    kept: list[tuple[int, Group, str, Kind]] = [
+        (layer, group_of(kind), f"{blocks[layer]}.attention", kind)
         for layer, kind in enumerate(spec.kinds)
         if kind.masked
     ]
-    return kept + [(layer, None, f"{block}.cross") for layer, block in enumerate(blocks) if spec.cross]
+    return kept + [(layer, None, f"{block}.cross", FULL) for layer, block in enumerate(blocks) if spec.cross]
 
 
 def token_bytes(spec: StackSpec, size: int, int8: bool = False) -> dict[Group, int]:
@@ -207,10 +208,10 @@ def token_bytes(spec: StackSpec, size: int, int8: bool = False) -> dict[Group, i
     Numbers have `size` bytes; in 8 bits one, and two scales of each head two.
     """
     total: dict[Group, int] = {}
-    for _, group, attention in attentions_of(spec):
-        width = spec.d_head + spec.d_value
-        each = width + 2 * 2 if int8 and group is not None else width * size
-        total[group] = total.get(group, 0) + spec.kv_heads_of(attention) * each
+    for _, group, attention, kind in attentions_of(spec):
+        heads, key, value = spec.kept(attention, kind)
+        each = key + value + 2 * 2 if int8 and group is not None else (key + value) * size
+        total[group] = total.get(group, 0) + heads * each
     return total
 
 

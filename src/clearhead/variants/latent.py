@@ -1,0 +1,154 @@
+"""Multi-head latent attention: keys and values of all heads are made of one narrow latent a token (DeepSeek-V2).
+
+    c = norm(W_down x)         the latent, of width C
+    k = [W_k c ; rope(W_r x)]  the key of a head: columns of its own, then R that all heads share and rotate
+    v = W_v c
+    q = [q ; rope(q)]          of the token, or of a latent of its own
+
+A cache keeps c and the shared columns, C + R numbers a token in place of H · (E + Ev). Two forms give the same
+numbers. The naive form makes keys and values of every latent, as above. The absorbed form moves W_k to the
+queries, (W_kᵀ q) · c = q · (W_k c), and W_v behind the sum of latents: one head of keys and values serves all
+queries. It is cheaper where few queries meet many latents that a cache has kept, as in each step of decoding.
+
+Shapes: B batch, T query length, S key length, D model, H heads, E head width, Ev width of a value head, R columns
+of a head that rotate, C rank of the latent.
+"""
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from clearhead.core import masks, positions
+from clearhead.core.attention import Attention
+from clearhead.core.cache import LayerKV
+from clearhead.core.config import NormSpec, StackSpec
+from clearhead.core.config.kinds import Kind
+from clearhead.core.norms import RMSNorm
+from clearhead.core.taps import SILENT, Tap
+from clearhead.errors import refuse
+from clearhead.variants.kinds import Latent
+from clearhead.variants.steps import Pass, Step, attention_steps, linear_step, norm_step
+
+EPS = 1e-6  # of the norms on latents, whatever that of the model
+
+
+class LatentAttention(Attention):
+    """Attention whose keys and values are made of latents; see `Latent`."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
+        assert isinstance(kind, Latent)
+        super().__init__(spec, name)
+        H, D, C, low = self.n_heads, spec.d_model, kind.rank, kind.query_rank
+        self.n_kv_heads = 1  # as a cache keeps them
+        self.d_rotary, self.d_own = spec.d_rotary, self.d_head - spec.d_rotary
+        self.q_down = nn.Linear(D, low, bias=spec.qkv_bias) if low else None
+        self.q_down_norm = RMSNorm(low, EPS, bias=False, unit_offset=False) if low else None
+        self.kv_down = nn.Linear(D, C, bias=spec.qkv_bias)
+        self.kv_down_norm = RMSNorm(C, EPS, bias=False, unit_offset=False)
+        self.k_shared = nn.Linear(D, self.d_rotary, bias=spec.key_bias)
+        self.q = nn.Linear(low or D, H * self.d_head, bias=False)
+        self.k = nn.Linear(C, H * self.d_own, bias=False)
+        self.v = nn.Linear(C, H * self.d_value, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        view: masks.View,
+        memory: Tensor | None = None,
+        layer_kv: LayerKV | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """Map [B, T, D] -> [B, T, D]."""
+        q, k, v = self.project(x, x, tap)
+        q = self.split("q", q, self.n_heads, None, tap)  # B H T E
+        k, latent = k[:, None], v[:, None]  # B 1 T R, B 1 T C
+        if view.rotary is not None:
+            own, turned = q.split((self.d_own, self.d_rotary), -1)
+            turned = positions.rotate(turned, view.rotary, self.layout)
+            q = tap.step("q_rotated", torch.cat([own, turned], -1))
+            k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
+        z = view.attended(self.attend, tap("q", q), k, latent, layer_kv, tap, x)  # B H T Ev
+        return self.output(z, x, tap)
+
+    def project(self, x: Tensor, source: Tensor, tap: Tap = SILENT) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x [B, T, D] to queries [B, T, H·E], the shared key [B, T, R] and the latent [B, T, C]."""
+        low = x
+        if self.q_down is not None and self.q_down_norm is not None:
+            low = tap.step("q_down_norm", self.q_down_norm(tap.step("q_down", self.q_down(x))))
+        q = tap.step("q", self.q(low))
+        latent = tap.step("kv_down_norm", self.kv_down_norm(tap.step("kv_down", self.kv_down(source))))
+        return q, tap.step("k_shared", self.k_shared(source)), latent
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
+    ) -> Tensor:
+        """Attend with queries [B, H, T, E] to shared keys [B, 1, S, R] and latents [B, 1, S, C]."""
+        made = None
+        if tap.wants("k", "v"):  # of the new tokens, as in other kinds of attention
+            keys, values = self.made(k, v)
+            made = tap("k", keys.clone()), tap("v", values.clone())
+            refuse(
+                layer_kv is not None and not (torch.equal(made[0], keys) and torch.equal(made[1], values)),
+                "edits of k and v reach no later token, since a cache of latent attention keeps no keys: "
+                "edit a pass without a cache",
+            )
+        if layer_kv is not None:
+            made, (k, v) = None, layer_kv.update(k, v)
+        T, S = q.shape[2], k.shape[2]
+        if made is None and S > T and self._absorbs(T):
+            own, turned = q.split((self.d_own, self.d_rotary), -1)
+            q = torch.cat([own @ self._weight(self.k), turned], -1)  # B H T C+R
+            z = super().attend(q, torch.cat([v, k], -1), v, view, None, tap, x)  # B H T C
+            return z @ self._weight(self.v).mT
+        return super().attend(q, *(made or self.made(k, v)), view, None, tap, x)
+
+    def made(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Make the keys [B, H, S, E] and values [B, H, S, Ev] of each head of what a cache keeps."""
+        own, values = (layer(v[:, 0]).unflatten(-1, (self.n_heads, -1)) for layer in (self.k, self.v))
+        own = own.transpose(1, 2)
+        return torch.cat([own, k.expand(-1, self.n_heads, -1, -1)], -1), values.transpose(1, 2)
+
+    def _absorbs(self, T: int) -> bool:
+        """Return whether T queries meet latents more cheaply than latents become keys and values."""
+        C, R, E, Ev = self.v.in_features, self.d_rotary, self.d_head, self.d_value
+        readable = all(isinstance(getattr(layer, "weight", None), Tensor) for layer in (self.k, self.v))
+        return readable and T * (2 * C + R - E - Ev) < C * (self.d_own + Ev)
+
+    def _weight(self, layer: nn.Module) -> Tensor:
+        """Return the weight of each head, dequantized where it has to be: [H, N, C]."""
+        return cast(Tensor, layer.weight).unflatten(0, (self.n_heads, -1))
+
+    def head_axes(self) -> dict[str, tuple[int, bool, int]]:
+        """Return the axes that heads split: those of what is made of latents."""
+        axes = {name: axis for name, axis in super().head_axes().items() if name[0] not in "kv"}
+        return {**axes, "k.weight": (0, False, self.d_own), "v.weight": (0, False, self.d_value)}
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps of the naive form on rows of T tokens."""
+        assert isinstance(kind, Latent)
+        H, D, R, C = len(spec.heads_of(name)), spec.d_model, spec.d_rotary, kind.rank
+        rows, size, low, norm = run.batch * T, run.size, kind.query_rank, NormSpec("rmsnorm", EPS, False, False)
+        copied = rows * D * size if run.half else 0  # the input, once more for each matmul
+        read: dict[str, tuple[int, int]] = {  # by what is made of it: its width, and that of a head
+            "q": (low or D, spec.d_head),
+            "k": (C, spec.d_head - R),
+            "v": (C, spec.d_value),
+        }
+        if low:
+            yield linear_step(f"{name}.q_down", "attention", rows, D, low, spec.qkv_bias)
+            yield norm_step(f"{name}.q_down_norm", norm, run, rows, low)
+            yield Step(f"{name}.q_latent", "attention", kept=rows * low * size)
+        yield linear_step(f"{name}.kv_down", "attention", rows, D, C, spec.qkv_bias, kept=copied)
+        yield norm_step(f"{name}.kv_down_norm", norm, run, rows, C)
+        yield Step(f"{name}.latent", "attention", kept=rows * C * size)
+        yield linear_step(f"{name}.k_shared", "attention", rows, D, R, spec.key_bias, kept=copied)
+        for step in attention_steps(spec, run, name, T, T, kind, "attention"):
+            part = step.name.removeprefix(f"{name}.")
+            if part in read:
+                width, each = read[part]
+                yield linear_step(step.name, "attention", rows, width, H * each, False, kept=step.kept)
+            else:
+                yield step
