@@ -21,6 +21,14 @@ T = 8  # tokens of their inputs
 PATCHES = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "class_token": True, "vocab_size": 0}
 SMALL = {"vocab_size": V, "d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24, "max_positions": 32}
 
+# Latent attention with latents of keys alone and of queries too, and what routes tokens beside it.
+LATENT = {"positions": "rope", "rope_fraction": 0.5, "attention": ("latent(6)", "latent(5, query_rank=7)")}
+GROUPED_EXPERTS = {
+    **{"n_experts": 6, "n_active_experts": 3, "router_order": "sigmoid_topk", "router_correction": True},
+    **{"router_groups": 3, "n_active_groups": 2, "router_scale": 2.5, "d_expert": 9, "d_shared_expert": 10},
+    **{"shared_expert_gate": False, "gated": True},
+}
+
 
 def config(**changes) -> ch.ModelConfig:
     """A micro model; `changes` override."""
@@ -118,7 +126,7 @@ def pad(ids: Tensor, where: str, seed: int = 9) -> tuple[Tensor, Tensor]:
 
 def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
     """Gradient of every parameter, by name."""
-    named = dict(model.named_parameters())
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return dict(zip(named, found))
 

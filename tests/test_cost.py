@@ -25,6 +25,7 @@ from clearhead.run.kernels.training import join_projections
 from clearhead.variants.caches import LayerState
 from clearhead.variants.costs import Cost, attention_matrix_bytes, cost
 from clearhead.variants.presets import PRESETS, preset
+from tests.harness import GROUPED_EXPERTS, LATENT
 
 BATCH, LENGTH, SOURCE = 2, 12, 7
 
@@ -91,6 +92,12 @@ ODD: dict[str, ModelConfig] = {
         attention_sink=True, attention_softcap=5.0, n_kv_heads=2, window=3, positions="rope"
     ),
     "two-stacks-sink": both.replace(attention_sink=True, pruned_heads={"blocks.0.cross": (1,)}),
+    "experts-grouped": small.replace(**GROUPED_EXPERTS),
+    "latent": small.replace(**{**LATENT, "attention": "latent(6, 5)"}, n_kv_heads=4),
+    "latent-grouped-experts": small.replace(
+        **{**LATENT, **GROUPED_EXPERTS, "attention": ("latent(6)", "full", "full")},
+        **{"d_value": 6, "n_kv_heads": 4, "dense_layers": (2,), "bias": False},
+    ),
     "routed": small.replace(depth_capacity=0.5, n_layers=4),
     "routed-rope": small.replace(depth_capacity=(0.3, 1.0, 1.0), positions="rope", n_kv_heads=2),
     "routed-alibi-window": small.replace(depth_capacity=(1.0, 0.25, 0.5), positions="alibi", window=2),
@@ -335,6 +342,8 @@ def held(cache: Cache, cross: bool = False) -> int:
         "grouped-query",
         "multi-query",
         "value-width",
+        "latent",
+        "latent-grouped-experts",
         "pruned",
         "pruned-groups",
         "windows",

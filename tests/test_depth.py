@@ -18,7 +18,7 @@ from clearhead.learn.training.weights import add_lora
 from clearhead.run.kernels.lora import merged
 from clearhead.variants.costs import cost
 from clearhead.variants.routing import PartKV, Router, router_loss
-from tests.harness import V, build, chunks, config, gradients, in_pieces, pad, some_ids, worst
+from tests.harness import LATENT, V, build, chunks, config, gradients, in_pieces, pad, some_ids, worst
 
 DEEP = {"n_layers": 4, "depth_capacity": 0.5}
 CASES = {
@@ -28,6 +28,7 @@ CASES = {
     "relative, parallel": {"positions": "relative", "parallel": True, "depth_capacity": (0.6,)},
     "mixed kinds": {"attention": ("full", "linear", "full", "gated-delta"), "positions": "rope"},
     "strided": {"attention": "strided(3, sinks=1)", "rope_skips": (1,), "positions": "rope"},
+    "latent": LATENT,
     "encoder": {"family": "encoder"},
     "encoder, alibi": {"family": "encoder", "positions": "alibi", "window": 4},
 }

@@ -15,7 +15,7 @@ from clearhead.variants.checks import read_kind
 from clearhead.variants.global_attention import GlobalAttention
 from clearhead.variants.kinds import shortened
 from tests.equality.test_matrix import Case
-from tests.harness import build, gradients, in_pieces, some_ids
+from tests.harness import GROUPED_EXPERTS, LATENT, build, gradients, in_pieces, some_ids
 
 # Every kind that is registered, with sizes that matter in short rows, and more of some.
 TEXTS = [str(shortened(kind(), 3)) for kind in KINDS.values()] + [
@@ -31,7 +31,13 @@ TEXTS = [str(shortened(kind(), 3)) for kind in KINDS.values()] + [
     "linear(relu)",
     "linear(favor, 20, seed=3)",
 ]
-MIXED = [("full", "linear"), ("window(3, sinks=1)", "gated-delta"), ("blocks(2, 1, 1)", "dilated(2, 2)")]
+SHARED = {"rope_fraction": 0.5, "d_value": 6}  # of latent kinds
+MIXED = [
+    ("latent(5, query_rank=7)", "full"),
+    ("full", "linear"),
+    ("window(3, sinks=1)", "gated-delta"),
+    ("blocks(2, 1, 1)", "dilated(2, 2)"),
+]
 LONG = [
     "window(20)",
     "strided(13, sinks=3)",
@@ -73,8 +79,10 @@ def test_every_kind_is_the_same_however_it_is_run(family, attention, differences
     if not isinstance(attention, str) and family == "encoder-decoder":
         return  # its encoder has one layer here
     cases = (("learned", 4), ("rope", 2)) if isinstance(attention, str) else (("learned", 2),)
+    cases = (("rope", 4),) if "latent" in str(attention) else cases
     for number, (positions, heads) in enumerate(cases):
         choices = {"family": family, "positions": positions, "n_kv_heads": heads, "attention": attention}
+        choices |= SHARED if "latent" in str(attention) else {}
         if model_of(**choices) is None:
             return
         case = Case(differences, number, **choices)
@@ -93,6 +101,29 @@ def test_every_kind_is_the_same_however_it_is_run(family, attention, differences
 
 
 MIXTURE = {"n_experts": 2, "d_expert": 9, "d_shared_expert": 10}
+ROUTED = {  # by groups, of sigmoids with a correction, or of a softmax
+    "sigmoid": GROUPED_EXPERTS,
+    "softmax": {
+        **dict(
+            GROUPED_EXPERTS, router_order="softmax_topk", router_correction=False, router_renormalise=False
+        ),
+        **dict(n_active_groups=1, dense_layers=(0,)),
+    },
+}
+
+
+@pytest.mark.ledger("D5", "C5", "D1", "W1")
+@pytest.mark.parametrize("name", ROUTED)
+def test_latent_heads_and_groups_of_experts_are_the_same_however_they_are_run(name, differences):
+    choices = {"attention_sink": True, "norm": "rmsnorm", **LATENT, **ROUTED[name]}
+    case = Case(differences, 1, family="decoder", n_kv_heads=4, **choices)
+    case.backward()
+    with torch.no_grad():
+        case.padded()
+        case.saved()
+        case.cached()
+        formula = reference_logits(case.model.config, case.model.state_dict(), case.ids)
+        case.equal("formula", case.logits.double().cpu().float(), formula.float())
 
 
 @pytest.mark.ledger("D5", "C5", "D1")
@@ -119,7 +150,9 @@ def test_gated_heads_and_a_shared_expert_are_the_same_however_they_are_run(famil
 @pytest.mark.parametrize("attention", [*TEXTS, *MIXED], ids=str)
 @pytest.mark.parametrize("family", ["encoder", "decoder"])
 def test_packed_documents_do_not_meet(family, attention):
-    model = model_of(attention, family=family, positions="rope", n_kv_heads=2)
+    latent = "latent" in str(attention)
+    given = {"n_kv_heads": 4, **SHARED} if latent else {"n_kv_heads": 2}
+    model = model_of(attention, family=family, positions="rope", **given)
     if model is None:
         return
     ids, documents = some_ids(2, 11), torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2, 2, 2, 2]]).expand(2, -1)

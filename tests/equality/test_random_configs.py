@@ -73,7 +73,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gated_shift": (0.5,),
     "n_experts": (2, 4),
     "n_active_experts": (1, 2),
-    "router_order": ("softmax_topk",),
+    "router_order": ("softmax_topk", "sigmoid_topk"),
+    "router_correction": (True,),
+    "router_groups": (2,),
+    "n_active_groups": (2,),
+    "router_scale": (2.5,),
+    "shared_expert_gate": (False,),
     "router_renormalise": (False,),
     "router_bias": (True,),
     "d_shared_expert": (10,),
@@ -135,6 +140,8 @@ OF_SIZE |= {"input", "patch_size", "image_size", "d_input", "init", "init_std"}
 FIRST: tuple[dict[str, Any], ...] = (
     {"gated": True},
     {"n_experts": 4, "n_active_experts": 1},
+    {"n_experts": 4, "router_order": "sigmoid_topk", "router_groups": 2, "n_active_groups": 2},
+    {"positions": "rope", "rope_fraction": 0.5, "attention": "latent(5, query_rank=7)"},
     {"positions": "rope"},
     {"n_types": 2},
     {"depth_capacity": 0.5},
@@ -205,6 +212,7 @@ def some_kind(draw: random.Random, causal: bool) -> str:
         f"strided({one(1, 2, 3, 5, 40)}{sinks})",
         f"blocks({one(1, 2, 3, 5, 30)}, {one(1, 3, 5)}, {one(1, 2, 7)}{ends}{more}{sinks})",
         one("linear", "linear(relu)", "linear(favor)", "linear(favor, 3, seed=2)"),
+        one("latent(3)", "latent(9, query_rank=5)"),
     ]
     if causal:
         sizes = f"key_heads=1, value_heads=3, d_key=5, d_value=3, kernel={one(2, 6)}"
@@ -218,7 +226,8 @@ def some_model(draw: random.Random, seed: int) -> ch.Transformer:
         family, layers = draw.choice(("encoder", "decoder", "decoder")), draw.choice((1, 2, 3))
         choices = {
             "positions": draw.choice(POSITIONS),
-            "n_kv_heads": draw.choice((1, 2, 4)),
+            "n_kv_heads": draw.choice((1, 2, 4, 4)),
+            "rope_fraction": draw.choice((1.0, 0.5)),
             "attention_gate": draw.random() < 0.2,
             "attention_sink": draw.random() < 0.1,
             "attention_softcap": draw.choice((None, None, None, 3.0)),

@@ -15,6 +15,7 @@ from clearhead.run.kernels.prepare import StepBlock, prepared
 from clearhead.run.quant.apply import plan_of, rounded
 from clearhead.run.quant.layers import QuantizedLinear
 from tests.fast.test_native import drawn
+from tests.harness import GROUPED_EXPERTS, LATENT
 
 DECODER = ch.preset("micro-decoder")
 GATED = DECODER.replace(n_kv_heads=1, positions="rope", norm="rmsnorm", gated=True, bias=False)
@@ -25,6 +26,7 @@ COPIED = {
     "decoder": DECODER,
     "grouped, gated": GATED,
     "experts": DECODER.replace(n_experts=4, gated=True),
+    "latent": DECODER.replace(**{**LATENT, **GROUPED_EXPERTS, "attention": "latent(36, query_rank=40)"}),
     "clamped": DECODER.replace(norm="rmsnorm", gated=True, **CLAMPED),
     "gated heads": DECODER.replace(attention_gate=True, norm="rmsnorm", gated=True),
     "encoder-decoder": ch.preset("micro-encoder-decoder"),

@@ -410,6 +410,7 @@ KINDS = [
     "linear",
     "linear(favor, 16)",
     ("full", "gated-delta"),
+    ("latent(5, query_rank=7)", "full"),
 ]
 
 
@@ -426,7 +427,7 @@ def plainly(model: ch.Transformer, prompt: list[int], new: int) -> list[int]:
 @pytest.mark.ledger("J1", "J2", "M1")
 @pytest.mark.parametrize("attention", KINDS, ids=str)
 def test_tokens_are_those_of_plain_passes(attention):
-    m = ch.Model(build(attention=attention, positions="rope", max_positions=64))
+    m = ch.Model(build(attention=attention, positions="rope", rope_fraction=0.5, max_positions=64))
     first, second = [1, 2, 3], [4, 5, 6, 7, 8]
     expected = plainly(m.model, first, 12)
     assert m.generate(first, 12).ids == expected
@@ -440,7 +441,7 @@ def test_tokens_are_those_of_plain_passes(attention):
 @pytest.mark.parametrize("attention", KINDS, ids=str)
 def test_beams_are_those_of_every_continuation(attention):
     """As many beams as continuations of two tokens: the best of all of them is found."""
-    m = ch.Model(build(attention=attention, positions="rope", vocab_size=5))
+    m = ch.Model(build(attention=attention, positions="rope", rope_fraction=0.5, vocab_size=5))
     found = m.generate([1, 2, 3], 3, num_beams=25).ids
     scores = {}
     with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.inside.lens import stopped_at
-from tests.harness import build
+from tests.harness import LATENT, build
 
 CASES = {
     "learned": {},
@@ -19,6 +19,7 @@ CASES = {
     "post": {"norm_position": "post"},
     "states": {"attention": ("full", "gated-delta", "linear", "full"), "positions": "rope"},
     "experts": {"n_experts": 3},
+    "latent": LATENT,
     "shared": {"layer_groups": 2, "qk_norm": "full"},
 }
 PROMPT = [1, 2, 3]

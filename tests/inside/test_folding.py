@@ -7,7 +7,7 @@ import torch
 
 import clearhead as ch
 from clearhead.core.norms import Norm
-from tests.harness import build, byte_tokenizer, scramble, some_ids, worst
+from tests.harness import GROUPED_EXPERTS, LATENT, build, byte_tokenizer, scramble, some_ids, worst
 
 GPT2, LLAMA = {}, {"norm": "rmsnorm", "positions": "rope", "gated": True, "bias": False, "n_kv_heads": 2}
 PATCHES = {"input": "patches", "image_size": (8, 8), "patch_size": 4, "n_channels": 1, "class_token": True}
@@ -28,6 +28,7 @@ MODELS = {
     "shared blocks": ({"layer_groups": 1}, set()),
     "depth": ({"depth_capacity": 0.5}, set()),
     "gated delta": ({**LLAMA, "attention": ("gated-delta", "full")}, {"attention.norm"}),
+    "latent": ({**LLAMA, **LATENT, **GROUPED_EXPERTS, "n_kv_heads": 4}, set()),
     "global": ({"family": "encoder", "attention": "global(4)"}, set()),
     "gated attention": ({"attention_gate": True}, set()),
     "masked": ({"family": "encoder", "n_types": 2}, set()),

@@ -16,7 +16,7 @@ import clearhead as ch
 from clearhead import InputError
 from clearhead.app.commands.prompts import steps_table
 from clearhead.inside.trace_words import LEGEND
-from tests.harness import PATCHES, build, scramble, some_ids, word_tokenizer, worst
+from tests.harness import GROUPED_EXPERTS, LATENT, PATCHES, build, scramble, some_ids, word_tokenizer, worst
 from tests.inside.replay import Replay
 from tests.test_cost import ODD
 
@@ -59,6 +59,7 @@ VECTORS = {"input": "vectors", "d_input": 3, "n_classes": 2}
 FRAMES = {"input": "frames", "d_input": 3, "family": "encoder-decoder"}
 MEMORY = "gated-delta(key_heads=2, value_heads=6, d_key=5, d_value=3)"
 TRACED = {**ODD, "gated-delta": ODD["gated-heads"].replace(attention=("full", MEMORY, "full"))}
+TRACED["latent"] = ODD["gated-heads"].replace(**{**LATENT, **GROUPED_EXPERTS, "attention": "latent(6, 5)"})
 
 
 def given(model: ch.Transformer, length: int = 8, source: int = 5) -> dict:
@@ -164,6 +165,7 @@ def sizes(model: ch.Transformer, step, length: int, source: int) -> dict[str, in
     known |= {"H": plan.n_heads, "K": plan.n_kv_heads, "E": plan.d_head, "Ev": plan.d_value}
     known |= {"F": plan.d_ff, "Fx": plan.d_expert, "Fs": plan.d_shared_expert}
     known |= {"Kd": 2, "Hd": 6, "Ed": 5, "Vd": 3, "Cd": 2 * 2 * 5 + 6 * 3}  # of MEMORY
+    known |= {"Cl": 6, "Cq": 5}  # of latents
     known |= {"X": config.n_experts, "A": config.n_active_experts}
     known |= {"R": int(plan.d_head * config.rope_fraction)}
     known |= {"patch": config.patch_size, "channels": config.n_channels}

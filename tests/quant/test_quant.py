@@ -21,6 +21,7 @@ from clearhead.run.quant.calibrate import drawn_sizes
 from clearhead.run.quant.grid import BLOCK, Grid, fitted, nearest_codes, pack, unpack
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
 from clearhead.run.quant.methods import METHODS, output_error
+from tests.harness import GROUPED_EXPERTS, LATENT
 
 DECODER = ch.preset("micro-decoder").replace(d_model=48, n_heads=4, n_layers=2, vocab_size=61, d_ff=84)
 LLAMA = {"norm": "rmsnorm", "gated": True, "positions": "rope", "bias": False, "activation": "silu"}
@@ -32,6 +33,9 @@ CONFIGS = {
         d_model=48, n_heads=4, n_layers=1, vocab_size=61
     ),
     "experts": DECODER.replace(n_experts=3, n_active_experts=2),
+    "latent": DECODER.replace(
+        **{**LLAMA, **LATENT, **GROUPED_EXPERTS, "attention": "latent(36, query_rank=40)", "d_value": 8}
+    ),
 }
 PLANS = (
     ch.QuantPlan(4, 64, symmetric=False),

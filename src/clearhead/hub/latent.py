@@ -1,7 +1,8 @@
 """Decoders with multi-head latent attention: DeepSeek-V2 and V3, and GLM-4-MoE-Lite.
 
-Each is Llama's tables with latents in place of keys and values, and a mixture with shared experts in all layers
-but the first ones. DeepSeek's yarn sharpens the softmax too: `mscale_all_dim` multiplies the scale of scores.
+Each is Llama's tables with latents in place of keys and values, and a mixture with shared experts in all
+layers but the first ones. DeepSeek's yarn sharpens the softmax too: `mscale_all_dim` multiplies the scale of
+scores.
 """
 
 import dataclasses
@@ -17,10 +18,11 @@ from clearhead.hub.rules import Rule, grouped, joined, same
 from clearhead.variants.kinds import Latent
 
 OURS, THEIRS = f"{BLOCK}.attention", f"{LAYER}.self_attn"
+QUERIES = same({f"{THEIRS}.q_b_proj": f"{OURS}.q"})
 RULES: tuple[Rule, ...] = (
     *llama_rules(qkvo=""),
     # Queries of a latent, or of the token itself.
-    *(dataclasses.replace(rule, needs=f"{OURS}.q_down.weight") for rule in same({f"{THEIRS}.q_b_proj": f"{OURS}.q"})),
+    *(dataclasses.replace(rule, needs=f"{OURS}.q_down.weight") for rule in QUERIES),
     *same({f"{THEIRS}.q_proj": f"{OURS}.q", f"{THEIRS}.o_proj": f"{OURS}.out"}),
     *same({f"{THEIRS}.q_a_proj": f"{OURS}.q_down", f"{THEIRS}.q_a_layernorm": f"{OURS}.q_down_norm"}),
     *same({f"{THEIRS}.kv_a_layernorm": f"{OURS}.kv_down_norm"}),
@@ -32,7 +34,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def latents(rank: int, query_rank: int, own: int, rotary: int, value: int, base: float = 10_000.0) -> ConfigPart:
+def latents(rank: int, query_rank: int, own: int, rotary: int, value: int) -> ConfigPart:
     """Return the part for the ranks of latents, the widths of a head, and rotation.
 
     Args:
@@ -41,12 +43,11 @@ def latents(rank: int, query_rank: int, own: int, rotary: int, value: int, base:
         own: qk_nope_head_dim, the same.
         rotary: qk_rope_head_dim, the same.
         value: v_head_dim, the same.
-        base: rope_theta, the same.
     """
     sizes = {"kv_lora_rank": rank, "qk_nope_head_dim": own, "qk_rope_head_dim": rotary, "v_head_dim": value}
     parts = {key: field(key, key, usual, least=1) for key, usual in sizes.items()}
     queries = field("q_lora_rank", "query_rank", query_rank, least=1, null=True)
-    rotation = rope(base)
+    rotation = rope()
 
     def read(theirs: Json) -> Json:
         heads, stated = theirs.get("num_attention_heads"), theirs.get("num_key_value_heads")
@@ -96,7 +97,13 @@ def _sharper(theirs: Json, scaling: RopeScaling | None) -> float:
 
 
 def routed(
-    order: str, experts: int, active: int | None, width: int, shared: int, scale: float, groups: tuple[int, int]
+    order: str,
+    experts: int,
+    active: int | None,
+    width: int,
+    shared: int,
+    scale: float,
+    groups: tuple[int, int],
 ) -> tuple[ConfigPart, ...]:
     """Return the parts for how experts are chosen, but for the groups' method and the layers that have none.
 
@@ -219,8 +226,17 @@ DEEPSEEK_V2 = llama_like(
     aliases={"num_local_experts": "n_routed_experts"},
 )
 
-LAYOUT = field("rope_interleave", "rope_layout", True, {True: "interleaved", False: "half"})
-NORMED = field("norm_topk_prob", "router_renormalise", True)
+
+def switch(theirs: str, part: ConfigPart) -> ConfigPart:
+    """Return the part for a switch that is on unless config.json says otherwise: null is off, as 0 is."""
+    return ConfigPart(
+        lambda config_json: part.read({theirs: bool(config_json.get(theirs, True))}), part.write
+    )
+
+
+LAYOUTS = {True: "interleaved", False: "half"}
+LAYOUT = switch("rope_interleave", field("rope_interleave", "rope_layout", names=LAYOUTS))
+NORMED = switch("norm_topk_prob", field("norm_topk_prob", "router_renormalise"))
 SIGMOID = (
     fixed({"router_correction": True}),
     fixed(only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}),

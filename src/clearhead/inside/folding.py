@@ -31,11 +31,13 @@ from clearhead.run.kernels.lora import merged
 from clearhead.run.quant.apply import refuse_quantized
 from clearhead.variants.gated_delta import GatedDelta
 from clearhead.variants.heads import ClassifierHead, PooledHead, TokenHead
+from clearhead.variants.latent import LatentAttention
 from clearhead.variants.positions import DisentangledAttention
 from clearhead.variants.routing import Experts
 
 # The layers of a sublayer that read its input.
 READERS = {
+    LatentAttention: ("q_down", "kv_down", "k_shared", "gate"),
     Attention: ("q", "k", "v", "gate", "q_global", "k_global", "v_global"),
     GatedDelta: ("q", "k", "v", "gate", "beta", "decay"),
     FeedForward: ("gate", "up"),
@@ -126,6 +128,10 @@ def _in_block(block: Block) -> Iterator[Folding]:
     if first is not None and not isinstance(block.attention, DisentangledAttention):
         also = expands if block.parallel and second is None else []
         yield Folding(first, [*_readers(block.attention), *also])
+    if isinstance(block.attention, LatentAttention):
+        yield Folding(block.attention.kv_down_norm, [block.attention.k, block.attention.v])
+        if block.attention.q_down_norm is not None:
+            yield Folding(block.attention.q_down_norm, [block.attention.q])
     if second is not None:
         yield Folding(second, expands)
     if block.cross is not None and block.cross_residual is not None:
@@ -138,6 +144,8 @@ def _readers(part: nn.Module) -> list[nn.Linear]:
     """Return the layers of a sublayer that read its input."""
     names = next(names for kind, names in READERS.items() if isinstance(part, kind))
     readers = [layer for name in names if (layer := getattr(part, name, None)) is not None]
+    if isinstance(part, LatentAttention) and part.q_down is None:
+        readers.append(part.q)
     if isinstance(part, Experts):
         experts = [*part.experts, *([] if part.shared is None else [part.shared])]
         readers += [layer for expert in experts for layer in _readers(expert)]

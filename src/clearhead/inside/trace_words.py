@@ -29,6 +29,8 @@ LEGEND = {
     "Ed": "width of its key heads",
     "Vd": "width of its value heads",
     "Cd": "columns that its convolution reads: those of all queries, keys and values",
+    "Cl": "width of the latent that keys and values are made of",
+    "Cq": "width of the latent that queries are made of",
     "F": "width of the feed-forward",
     "Fx": "width of an expert, where it is not F",
     "Fs": "width of the shared expert",
@@ -174,7 +176,7 @@ mixed | mix | B T D | x + score · (layer(x) − x) |
     Tokens that went through take as much of the layer as their score says.
 # Feed-forward
 feedforward.router | router | B T X | x · Wr{router_bias} | How well each expert suits each token.
-feedforward.chosen | choice of experts | B·T A | the best {n_active} of {n_experts} |
+feedforward.chosen | choice of experts | B·T A | the best {n_active} of {among} |
     Each token visits a few experts, so that weights are many and work is little.
 feedforward.weights | weights of experts | B·T A | {router} |
     How much of each chosen expert's answer a token takes.
@@ -183,7 +185,7 @@ feedforward.sorted | sort by expert | B·T·A D | rows of x, by expert |
 feedforward.mixed | mix experts | B T D | Σ weight · answer |
     Each token adds up the answers of its experts, by their weights.
 feedforward.shared_gate | gate | B T 1 | x · Ws | How much of the shared expert's answer a token takes.
-feedforward.with_shared | add the shared expert | B T D | mixed + sigmoid(gate) · answer |
+feedforward.with_shared | add the shared expert | B T D | mixed + {shared} |
     One expert works for every token, so that the others need not all learn the same.
 feedforward.gate | gate | {rows} {F} | x · Wg{feedforward_bias} |
     Which of the wide features will be let through.
@@ -293,6 +295,26 @@ attention.concat | norm and gate | B T Hd·Vd | rmsnorm(z) · silu(gate) |
 attention.out | output | B T D | x · Wo | Mixes what the heads read, and brings it to the width of the stream.
 """
     ),
+    "latent": _table(
+        """
+attention.q_down | latent of queries | B T Cq | x · Wdq{qkv_bias} |
+    A narrow vector that the queries of all heads are made of.
+attention.q_down_norm | norm | B T Cq | rmsnorm(x) | Brings the latent to one scale.
+attention.q | query | B T H·E | x · Wq | What each token looks for.
+attention.kv_down | latent | B T Cl | x · Wd{qkv_bias} |
+    A narrow vector that keys and values of all heads are made of.
+attention.kv_down_norm | norm | B T Cl | rmsnorm(x) |
+    Brings the latent to one scale. A cache keeps it in place of keys and values.
+attention.k_shared | shared key | B T R | x · Wr{key_bias} |
+    Columns of the key that all heads share. They alone rotate, so that latents need not.
+attention.q_rotated | rotate q | B H T E | the last R columns of q rotated by the position |
+    Rotated queries and keys fit by their distance, so order enters the scores.
+attention.k_rotated | rotate the shared key | B 1 T R | k rotated by its position |
+    Rotated queries and keys fit by their distance. A cache keeps it next to the latent.
+attention.k | key | B H T E | [latent · Wk; shared key] | What each token offers to be found by.
+attention.v | value | B H T {Ev} | latent · Wv | What each token hands over when it is found.
+"""
+    ),
 }
 
 
@@ -329,7 +351,10 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
     masks = name.endswith(".masked") and x.is_floating_point() and x.numel()
     hides = masks and float(x.min()) == torch.finfo(x.dtype).min
     inner = "Fx" if ".experts." in name and spec.d_expert != spec.d_ff else "F"
-    weighed = "softmax(all), the chosen" + (" / their sum" if config.router_renormalise else "")
+    scores = "sigmoid(each)" if config.router_order == "sigmoid_topk" else "softmax(all)"
+    weighed = f"{scores}, the chosen" + (" / their sum" if config.router_renormalise else "")
+    weighed = "softmax(the chosen)" if config.router_order == "topk_softmax" else weighed
+    groups = f" in the best {config.n_active_groups} of {config.router_groups} groups"
     of_tokens = ".front." in name or name.startswith("head.")  # as wide as their table
     return {
         "W": "D" if (spec.d_embedding if of_tokens else spec.d_summed) == spec.d_model else "W",
@@ -363,9 +388,10 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "clamp": config.gated_clamp,
         "shift": f"{config.gated_shift:.4g}",
         "router_bias": " + b" if config.router_bias else "",
-        "n_experts": config.n_experts,
+        "among": f"{config.n_experts}{groups if config.router_groups > 1 else ''}",
         "n_active": config.n_active_experts,
-        "router": "softmax(the chosen)" if config.router_order == "topk_softmax" else weighed,
+        "router": weighed if config.router_scale == 1 else f"{weighed}, · {config.router_scale:.4g}",
+        "shared": "sigmoid(gate) · answer" if config.shared_expert_gate else "answer",
         "pooling": POOLING[config.readout.pooling],
         "pooler": config.pooler,
         "pooler_bias": " + b" if config.pooler_bias else "",

@@ -25,7 +25,14 @@ FROM_ZERO = (
     *("vocab_size", "n_types", "n_experts", "d_shared_expert"),
     *("n_classes", "d_input", "position_offset"),
 )
-ABOVE_ZERO = ("rope_base", "rope_local_base", "attention_softcap", "logit_softcap", "gated_clamp", "router_scale")
+ABOVE_ZERO = (
+    "rope_base",
+    "rope_local_base",
+    "attention_softcap",
+    "logit_softcap",
+    "gated_clamp",
+    "router_scale",
+)
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
 GATED = ("gated_clamp", "gated_shift")
 MIXTURE = (

@@ -1,17 +1,17 @@
-"""Multi-head latent attention: keys and values of all heads are made of one narrow latent a token (DeepSeek-V2).
+"""Multi-head latent attention: keys and values of all heads are made of one narrow latent a token (DeepSeek).
 
     c = norm(W_down x)         the latent, of width C
     k = [W_k c ; rope(W_r x)]  the key of a head: columns of its own, then R that all heads share and rotate
     v = W_v c
     q = [q ; rope(q)]          of the token, or of a latent of its own
 
-A cache keeps c and the shared columns, C + R numbers a token in place of H · (E + Ev). Two forms give the same
-numbers. The naive form makes keys and values of every latent, as above. The absorbed form moves W_k to the
-queries, (W_kᵀ q) · c = q · (W_k c), and W_v behind the sum of latents: one head of keys and values serves all
-queries. It is cheaper where few queries meet many latents that a cache has kept, as in each step of decoding.
+A cache keeps c and the shared columns, C + R numbers a token in place of H · (E + Ev). Two forms give the
+same numbers. The naive form makes keys and values of every latent, as above. The absorbed form moves W_k to
+the queries, (W_kᵀ q) · c = q · (W_k c), and W_v behind the sum of latents: one head of keys and values serves
+all queries. It is cheaper where few queries meet many latents that a cache has kept, as in each decode step.
 
-Shapes: B batch, T query length, S key length, D model, H heads, E head width, Ev width of a value head, R columns
-of a head that rotate, C rank of the latent.
+Shapes: B batch, T query length, S key length, D model, H heads, E head width, Ev width of a value head,
+R columns of a head that rotate, C rank of the latent.
 """
 
 from collections.abc import Iterator
@@ -130,7 +130,12 @@ class LatentAttention(Attention):
         """Yield the steps of the naive form on rows of T tokens."""
         assert isinstance(kind, Latent)
         H, D, R, C = len(spec.heads_of(name)), spec.d_model, spec.d_rotary, kind.rank
-        rows, size, low, norm = run.batch * T, run.size, kind.query_rank, NormSpec("rmsnorm", EPS, False, False)
+        rows, size, low, norm = (
+            run.batch * T,
+            run.size,
+            kind.query_rank,
+            NormSpec("rmsnorm", EPS, False, False),
+        )
         copied = rows * D * size if run.half else 0  # the input, once more for each matmul
         read: dict[str, tuple[int, int]] = {  # by what is made of it: its width, and that of a head
             "q": (low or D, spec.d_head),

@@ -105,7 +105,9 @@ class Experts(nn.Module):
         sigmoid, scores = self.order == "sigmoid_topk", wide(logits)
         if self.order != "topk_softmax":
             scores = scores.sigmoid() if sigmoid else scores.softmax(-1)
-        counted = scores if self.correction is None else scores + self.correction.to(scores.dtype)
+        counted = scores.detach()
+        if self.correction is not None:
+            counted = counted + self.correction.to(scores.dtype)
         if self.groups > 1:
             of_groups = counted.unflatten(-1, (self.groups, -1))  # N G X/G
             best = of_groups.topk(min(1 + sigmoid, of_groups.shape[-1]), dim=-1).values.sum(-1)  # N G
@@ -165,7 +167,9 @@ def tally(model: nn.Module, mask: Tensor | None = None) -> Tensor | None:
 
 
 @torch.no_grad()
-def level(model: nn.Module, mask: Tensor | None = None, total: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+def level(
+    model: nn.Module, mask: Tensor | None = None, total: Callable[[Tensor], Tensor] = lambda x: x
+) -> None:
     """Move the correction of each expert against its load in the latest pass in training (DeepSeek-V3).
 
     An expert that more tokens chose than the mean is chosen a little less by the next pass, and the others a

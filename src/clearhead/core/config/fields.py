@@ -129,8 +129,8 @@ class StackFields:
     router_order: Literal["topk_softmax", "softmax_topk", "sigmoid_topk"] = "topk_softmax"
     router_renormalise: bool = True  # softmax_topk, sigmoid_topk: make the chosen weights sum to one
     router_bias: bool = False  # in the layer that chooses experts
-    # sigmoid_topk: a number for each expert, added where experts are chosen and not to their weights. Training
-    # moves it against the load of the expert, in place of a loss that spreads tokens
+    # sigmoid_topk: a number for each expert, added where they are chosen, and not to their weights; training
+    # moves it against the expert's load, in place of a loss that spreads tokens
     router_correction: bool = False
     router_groups: int = 1  # experts are chosen from the best groups of neighbours alone
     n_active_groups: int = 1  # how many groups that is

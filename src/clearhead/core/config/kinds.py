@@ -81,7 +81,7 @@ class Kind:
         return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
 
     def rule(self, causal: bool) -> Rule | None:
-        """Return which keys a query sees, for masked kinds; None: every one, but for causality and padding."""
+        """Return which keys a query of a masked kind sees, next to causality and padding; None: every one."""
         raise TypeError(f"{self} takes no mask over keys")
 
     def describe(self, tokens: Any, causal: bool, ids: Any, global_mask: Any) -> Any:

@@ -142,7 +142,11 @@ def latent_projections(
 
     def down(part: str) -> Tensor:
         low = inputs.linear(f"{name}.{part}_down", x)
-        return low / ((low**2).mean(1, keepdim=True) + 1e-6) ** 0.5 * inputs.weight(f"{name}.{part}_down_norm.weight")
+        return (
+            low
+            / ((low**2).mean(1, keepdim=True) + 1e-6) ** 0.5
+            * inputs.weight(f"{name}.{part}_down_norm.weight")
+        )
 
     latent, shared = down("kv"), inputs.linear(f"{name}.k_shared", x)
     own, keys = inputs.linear(f"{name}.k", latent), []
@@ -434,13 +438,17 @@ class Reference(ReferenceInputs):
         every, answers, shares = range(config.n_experts), torch.zeros_like(x), torch.zeros_like(powers)
         sigmoid = config.router_order == "sigmoid_topk"
         chosen_share = config.router_order == "topk_softmax" or config.router_renormalise
-        added = self.weight(f"{name}.correction") if config.router_correction else torch.zeros(config.n_experts)
+        added = (
+            self.weight(f"{name}.correction") if config.router_correction else torch.zeros(config.n_experts)
+        )
         for share, scores in zip(shares, powers / (1 + powers) if sigmoid else powers):
             total = scores.sum() if not sigmoid else 1.0
             counted = (scores / total + added).tolist()
             among = self.of_groups(counted, 2 if sigmoid else 1)
             chosen = sorted(among, key=lambda expert: -counted[expert])[: config.n_active_experts]
-            share[chosen] = scores[chosen] / (scores[chosen].sum() if chosen_share else total) * config.router_scale
+            share[chosen] = (
+                scores[chosen] / (scores[chosen].sum() if chosen_share else total) * config.router_scale
+            )
         for expert in every:
             tokens = shares[:, expert].nonzero()[:, 0]
             answer = self.feedforward(f"{name}.experts.{expert}", x[tokens])

@@ -124,10 +124,11 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
         for name, size in [*(("heads", count) for count in sorted(heads)), ("d_ff", stack.d_ff)]:
             if size % mesh.tensor:
                 return f"tensor {mesh.tensor} does not divide {name} {size}: {_choices(size)}"
-        kinds = [kind for kind in stack.kinds if not kind.masked]
+        kinds = [kind for kind in stack.kinds if not (kind.masked and kind.shares)]
         if mesh.tensor > 1 and kinds:
             return (
-                f"tensor {mesh.tensor} is estimated for softmax attention, and a layer is {kinds[0]}: use 1"
+                f"tensor {mesh.tensor} is estimated for softmax attention over keys of each head, "
+                f"and a layer is {kinds[0]}: use 1"
             )
         kinds = [kind for kind in stack.kinds if not isinstance(kind, Full | Windowed)]
         if mesh.context > 1 and kinds:

@@ -25,6 +25,7 @@ from clearhead.errors import refuse
 from clearhead.hub.peft import Adapters, is_adapter
 from clearhead.run.api import Model, load
 from clearhead.run.kernels.parts import Direct, JoinedLinear, PackedLinear, settle
+from clearhead.variants.latent import LatentAttention
 
 LARGEST_RANK = 512
 Update = tuple[Tensor, Tensor]  # A [R, D] and B [N, R]
@@ -122,7 +123,16 @@ class AdaptedLayers:
         self._count, self._lock = 0, threading.Lock()
         linear = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear)}
         # Elsewhere rows do not lie as `spans` says: the head reads some, an expert those that chose it.
-        fits = (name for name in linear if ".blocks." in f".{name}" and ".experts." not in name)
+        # And latents that are kept become keys of more rows than those of the step.
+        parts = dict(model.named_modules())
+        apart = {
+            f"{name}.{own}"
+            for name, part in parts.items()
+            if isinstance(part, LatentAttention)
+            for own in "kv"
+        }
+        inside = (name for name in linear if ".blocks." in f".{name}" and ".experts." not in name)
+        fits = (name for name in inside if name not in apart)
         self._layers = {id(linear[name].weight): name for name in fits}
 
     @contextmanager
