@@ -107,7 +107,7 @@ ROUTED = {  # by groups, of sigmoids with a correction, or of a softmax
         **dict(
             GROUPED_EXPERTS, router_order="softmax_topk", router_correction=False, router_renormalise=False
         ),
-        **dict(n_active_groups=1, dense_layers=(0,)),
+        **dict(router_groups=2, n_active_groups=1, dense_layers=(0,)),
     },
 }
 

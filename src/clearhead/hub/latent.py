@@ -9,7 +9,7 @@ import dataclasses
 import math
 
 from clearhead.core.config import ModelConfig, RopeScaling
-from clearhead.hub.fields import ConfigPart, Json, count_layers, field, fixed, keys
+from clearhead.hub.fields import REQUIRED, ConfigPart, Json, count_layers, field, fixed, keys
 from clearhead.hub.files import refuse, refuse_key
 from clearhead.hub.llama import ATTENTION_BIAS, BLOCK, LAYER, classes, llama_like, llama_rules, shape
 from clearhead.hub.mixtures import EXPERT_RULES, FEEDFORWARD, MLP
@@ -128,10 +128,9 @@ def routed(
         refuse(left or not count, f"d_shared_expert {config.d_shared_expert} is no whole number of experts")
         return {"moe_intermediate_size": config.d_expert, "n_shared_experts": count}
 
-    required = {} if active is None else {"default": active}
     return (
         field("n_routed_experts", "n_experts", experts, least=1),
-        field("num_experts_per_tok", "n_active_experts", **required),
+        field("num_experts_per_tok", "n_active_experts", REQUIRED if active is None else active),
         field("routed_scaling_factor", "router_scale", scale),
         ConfigPart(read, write),
         field("n_group", "router_groups", groups[0], least=1),

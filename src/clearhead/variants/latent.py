@@ -65,7 +65,7 @@ class LatentAttention(Attention):
         q = self.split("q", q, self.n_heads, None, tap)  # B H T E
         k, latent = k[:, None], v[:, None]  # B 1 T R, B 1 T C
         if view.rotary is not None:
-            own, turned = q.split((self.d_own, self.d_rotary), -1)
+            own, turned = self._parts(q)
             turned = positions.rotate(turned, view.rotary, self.layout)
             q = tap.step("q_rotated", torch.cat([own, turned], -1))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
@@ -96,9 +96,8 @@ class LatentAttention(Attention):
             )
         if layer_kv is not None:
             made, (k, v) = None, layer_kv.update(k, v)
-        T, S = q.shape[2], k.shape[2]
-        if made is None and S > T and self._absorbs(T):
-            own, turned = q.split((self.d_own, self.d_rotary), -1)
+        if made is None and self._absorbs(q.shape[2], k.shape[2]):
+            own, turned = self._parts(q)
             q = torch.cat([own @ self._weight(self.k), turned], -1)  # B H T C+R
             z = super().attend(q, torch.cat([v, k], -1), v, view, None, tap, x)  # B H T C
             return z @ self._weight(self.v).mT
@@ -110,15 +109,22 @@ class LatentAttention(Attention):
         own = own.transpose(1, 2)
         return torch.cat([own, k.expand(-1, self.n_heads, -1, -1)], -1), values.transpose(1, 2)
 
-    def _absorbs(self, T: int) -> bool:
-        """Return whether T queries meet latents more cheaply than latents become keys and values."""
+    def _absorbs(self, T: int, S: int) -> bool:
+        """Return whether T queries meet S kept latents more cheaply than these become keys and values."""
         C, R, E, Ev = self.v.in_features, self.d_rotary, self.d_head, self.d_value
         readable = all(isinstance(getattr(layer, "weight", None), Tensor) for layer in (self.k, self.v))
-        return readable and T * (2 * C + R - E - Ev) < C * (self.d_own + Ev)
+        if not readable or torch.compiler.is_exporting():  # a graph of any length has one form
+            return False
+        return S > T and T * (2 * C + R - E - Ev) < C * (self.d_own + Ev)
 
     def _weight(self, layer: nn.Module) -> Tensor:
         """Return the weight of each head, dequantized where it has to be: [H, N, C]."""
-        return cast(Tensor, layer.weight).unflatten(0, (self.n_heads, -1))
+        weight = cast(Tensor, layer.weight)
+        return weight.view(self.n_heads, -1, weight.shape[1])
+
+    def _parts(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the columns of queries that meet those of each head, and the ones that rotate."""
+        return q[..., : self.d_own], q[..., self.d_own :]
 
     def head_axes(self) -> dict[str, tuple[int, bool, int]]:
         """Return the axes that heads split: those of what is made of latents."""

@@ -109,7 +109,7 @@ class Experts(nn.Module):
         if self.correction is not None:
             counted = counted + self.correction.to(scores.dtype)
         if self.groups > 1:
-            of_groups = counted.unflatten(-1, (self.groups, -1))  # N G X/G
+            of_groups = counted.view(*counted.shape[:-1], self.groups, -1)  # N G X/G
             best = of_groups.topk(min(1 + sigmoid, of_groups.shape[-1]), dim=-1).values.sum(-1)  # N G
             left = torch.ones_like(best, dtype=torch.bool)
             left = left.scatter(-1, best.topk(self.n_active_groups, dim=-1).indices, False)
@@ -184,7 +184,7 @@ def level(
             logits = part.routed if mask is None else part.routed[mask.flatten()]
             chosen = part.choose(logits)[1]
             counts = total(torch.zeros_like(wide(logits)).scatter(1, chosen, 1.0).sum(0))
-            part.correction += LEVELLED * (counts.mean() - counts).sign().to(part.correction)
+            part.correction.add_(LEVELLED * (counts.mean() - counts).sign().to(part.correction))
 
 
 def counts_of(tally: Tensor) -> Tensor:
