@@ -113,7 +113,7 @@ def ports_of(config: ModelConfig, cache: bool = False) -> list[Port]:
         ports[1] = Port(MASK, ("batch", "past + length"))
         for number, names in enumerate(past_names("past_key_values", len(spec.kinds))):
             attention = f"{spec.prefix}blocks.{number}.attention"
-            heads, *widths = spec.kept(attention, spec.kinds[number])
+            heads, *widths = spec.kinds[number].kept(spec, attention)
             for name, width in zip(names, widths):
                 ports.append(Port(name, ("batch", heads, "past", width), torch.float32))
     return ports

@@ -212,7 +212,7 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
         passed = passing(spec.capacities[layer], tokens)
         slots = passed if seen.reach is None or not ring else seen.slots
         attention = f"{spec.prefix}blocks.{layer}.{kind}"
-        heads, key, value = spec.kept(attention, seen if kind == "attention" else FULL)
+        heads, key, value = (seen if kind == "attention" else FULL).kept(spec, attention)
         each = slots * heads * (key + value)
         total += sum(math.prod(shape) for shape in states) if states else each
     return batch * total

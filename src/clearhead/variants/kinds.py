@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from clearhead.core.config.fields import Fields, StackSpec
-from clearhead.core.config.kinds import Kept, Kind, Rule, Windowed, near, with_sinks
+from clearhead.core.config.kinds import Kind, Rule, Windowed, near, with_sinks
 from clearhead.core.masks import TokenInfo
 from clearhead.core.taps import SILENT, Tap
 
@@ -346,11 +346,7 @@ class Latent(Kind):
         """Return True."""
         return True
 
-    def rule(self, causal: bool) -> Rule | None:
-        """Return None: every key."""
-        return None
-
-    def kept(self, spec: StackSpec, heads: int) -> Kept:
+    def kept(self, spec: StackSpec, attention: str) -> tuple[int, int, int]:
         """Return one head: the shared key, and the latent in place of a value."""
         return 1, spec.d_rotary, self.rank
 

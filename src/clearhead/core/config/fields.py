@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self
 
-from clearhead.core.config.kinds import Kept, Kind, Windowed
+from clearhead.core.config.kinds import Kind, Windowed
 from clearhead.errors import ConfigError, check_names, check_types, refuse
 
 Family = Literal["decoder", "encoder", "encoder-decoder"]
@@ -323,10 +323,6 @@ class StackSpec(StackFields):
             return self.n_patches + self.class_token
         stride = self.conv_stride if self.input == "frames" else 1
         return (length + stride - 1) // stride  # rounded up
-
-    def kept(self, attention: str, kind: Kind) -> Kept:
-        """Return what a cache keeps of a token in the attention of this name and kind."""
-        return kind.kept(self, self.kv_heads_of(attention))
 
     def state_shapes(self, layer: int) -> list[tuple[int, ...]]:
         """Return the shapes of what a layer keeps of one row in place of keys; none if it keeps keys."""

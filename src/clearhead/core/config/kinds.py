@@ -24,7 +24,6 @@ from clearhead.core.config.registry import Registry
 SMALLEST, LARGEST = 32, 256  # tokens of a block, where a window is attended by blocks
 # (query's position, key's position, tokens of the query's document) -> may attend; tensors that broadcast
 Rule = Callable[[Any, Any, Any], Any]
-Kept = tuple[int, int, int]  # heads of keys, width of a key, width of a value
 Mistakes = Iterable[str]  # a line for each: what is wrong, what is allowed, the way out
 
 
@@ -81,8 +80,8 @@ class Kind:
         return min(LARGEST, max(SMALLEST, 1 << max(0, half - 1).bit_length()))
 
     def rule(self, causal: bool) -> Rule | None:
-        """Return which keys a query of a masked kind sees, next to causality and padding; None: every one."""
-        raise TypeError(f"{self} takes no mask over keys")
+        """Return which keys a query sees, next to causality and padding; None: every one."""
+        return None
 
     def describe(self, tokens: Any, causal: bool, ids: Any, global_mask: Any) -> Any:
         """Return the `TokenInfo` with what else the rule needs: their number, or which of them are global."""
@@ -94,9 +93,9 @@ class Kind:
         """Add to a bias on the scores the log of how many times each key counts; default: nothing."""
         return bias
 
-    def kept(self, spec: Any, heads: int) -> Kept:
-        """Return what a cache keeps of a token in an attention of `heads` key/value heads."""
-        return heads, spec.d_head, spec.d_value
+    def kept(self, spec: Any, attention: str) -> tuple[int, int, int]:
+        """Return what a cache keeps of a token: heads, the width of a key, that of a value."""
+        return spec.kv_heads_of(attention), spec.d_head, spec.d_value
 
     def state_shapes(self, spec: Any, heads: int) -> list[tuple[int, ...]]:
         """Return the shapes of what a row keeps in place of the keys of `heads`; none where it keeps keys."""
@@ -128,10 +127,6 @@ class Full(Kind):
     def sees_all(self, length: int) -> bool:
         """Return True."""
         return True
-
-    def rule(self, causal: bool) -> Rule | None:
-        """Return None."""
-        return None
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class FixedCache(Cache):
         wide = torch.promote_types(dtype, torch.float32)  # of states
 
         def room(attention: str, kind: Kind, slots: int) -> list[Tensor]:
-            heads, *widths = spec.kept(attention, kind)
+            heads, *widths = kind.kept(spec, attention)
             return [torch.zeros(batch, heads, slots, E, dtype=dtype, device=device) for E in widths]
 
         for layer, kind in enumerate(spec.kinds):

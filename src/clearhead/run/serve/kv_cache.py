@@ -167,7 +167,7 @@ class Pool:
         self.cross: dict[int, tuple[Tensor, ...]] = {}
 
         def room(attention: str, group: Group, kind: Kind) -> tuple[Tensor, ...]:
-            every, *widths = spec.kept(attention, kind)
+            every, *widths = kind.kept(spec, attention)
             heads = every if kv_heads is None else kv_heads[attention]
             slots = (counts[group] + 1) * size
             kinds = [(width, dtype) for width in widths]
@@ -209,7 +209,7 @@ def token_bytes(spec: StackSpec, size: int, int8: bool = False) -> dict[Group, i
     """
     total: dict[Group, int] = {}
     for _, group, attention, kind in attentions_of(spec):
-        heads, key, value = spec.kept(attention, kind)
+        heads, key, value = kind.kept(spec, attention)
         each = key + value + 2 * 2 if int8 and group is not None else (key + value) * size
         total[group] = total.get(group, 0) + heads * each
     return total
