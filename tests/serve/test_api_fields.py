@@ -25,6 +25,7 @@ GENERATION = {
     **{"logit_bias": {"5": -100, "66": 1.5}, "json_schema": SCHEMA, "regex": "[a-z]{2}"},
     **{"grammar": 'root ::= "x"', "response_format": {"type": "text"}, "cache_salt": "s", "inside": ["lens"]},
     **{"structured_outputs": {"choice": ["a", "b"]}, "stream": True, "stream_options": None},
+    **{"skip_special_tokens": False, "suffix": None, "lookup": 0, "draft_tokens": 1},
 }
 MESSAGES = [{"role": "user", "content": "Hi", "name": "ann"}]
 # Of each body: the least request, and a value of each field that works.
@@ -37,7 +38,8 @@ CASES = {
         {"model": "writer", "messages": MESSAGES, "max_tokens": 1, "temperature": 0},
         {
             **{**GENERATION, "messages": MESSAGES, "logprobs": True, "top_logprobs": 0},
-            **{"max_completion_tokens": None, "chat_template_kwargs": {}},
+            **{"max_completion_tokens": None, "chat_template_kwargs": {}, "reasoning_effort": "none"},
+            **{"tools": [], "tool_choice": "none", "parallel_tool_calls": False},
         },
     ),
     "embeddings": (

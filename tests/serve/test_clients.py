@@ -15,7 +15,6 @@ from clearhead.run.serve.engine import ServeEngine
 from tests.serve.served import serving
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-WAY = "is not installed: requirements-clients.txt"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def _offline():
 
 @pytest.fixture(scope="module")
 def litellm(_offline):
-    found = pytest.importorskip("litellm", reason=f"litellm {WAY}")
+    found = pytest.importorskip("litellm", reason="litellm is not installed: requirements-clients.txt")
     found.suppress_debug_info, found.telemetry = True, False
     return found
 
@@ -104,7 +103,7 @@ def test_litellm_raises_classes_of_its_own(litellm, given, writer):
 @pytest.fixture(scope="module")
 def lm_eval(_offline):
     parts = ("models", "api.registry", "api.instance")  # the first tells the second what there is
-    reason = f"lm_eval {WAY}"
+    reason = "lm_eval is not installed: requirements-clients.txt"
     _, registry, instance = (pytest.importorskip(f"lm_eval.{part}", reason=reason) for part in parts)
     return registry.get_model, instance.Instance
 

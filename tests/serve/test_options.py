@@ -27,11 +27,11 @@ PROMPT = list(range(20, 60))
 
 @pytest.mark.parametrize(
     ("shape", "seed"),
-    [("rope-gqa", 3), ("windows", 3), ("learned", 4), ("experts", 1), ("relative", 5), ("translator", 3)],
+    [("rope-gqa", 5), ("windows", 3), ("learned", 4), ("experts", 1), ("relative", 5), ("translator", 3)],
 )
 def test_a_mix_with_a_draft_model_equals_each_alone(shape, seed, byte_tokenizer):
     m = mixes.model(shape, byte_tokenizer)
-    engine = mixes.mixed(m, seed, exact=bool(seed % 2), draft=mixes.near(m))
+    engine = mixes.mixed(m, seed, exact=bool(seed % 2), draft=mixes.near(m, 0.15))
     assert engine.stats.drafted > engine.stats.accepted > 0
 
 

@@ -76,7 +76,11 @@ def test_ranking_compares_as_rerank_does(name, client, models):
         ("/v1/embeddings", {"model": "colbert"}, "an embedding is one vector: ask POST /pooling"),
         ("/v1/embeddings", {"model": "splade"}, "a sparse vector (SPLADE) of a text"),
         ("/pooling", {"model": "splade", "encoding_format": "base64"}, "base64 is for dense vectors"),
-        ("/pooling", {"model": "colbert", "input": "long " * 20}, "has 102 tokens, and this model reads 60"),
+        (
+            "/pooling",
+            {"model": "colbert", "input": "long " * 20},
+            "maximum context length is 60 tokens, and input 0 has 102",
+        ),
         ("/pooling", {"model": "colbert", "prompt_name": "title"}, "'title' is not one of this model's"),
         ("/pooling", {"model": "reader", "prompt_name": "query"}, "this model has no prompts"),
         ("/pooling", {"model": "colbert", "task": "token_embed"}, '"task" is not a field'),

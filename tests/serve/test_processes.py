@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "translator": {"n_kv_heads": 3},
 }
 RUNS = {
-    2: [("capped", 38), ("windows", 34), ("states", 1), ("experts", 3), ("translator", 1)],
+    2: [("capped", 53), ("windows", 34), ("states", 1), ("experts", 3), ("translator", 1)],
     4: [("capped", 4), ("translator", 1)],
 }
 

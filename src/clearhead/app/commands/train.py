@@ -256,6 +256,7 @@ def evaluate(
     plot: Path | None = None,
     lowercase: bool = False,
     tokenize: str | None = None,
+    no_baseline: bool = False,
     seed: int = 0,
     on_progress: OnProgress = lambda stage, done, total: None,
 ) -> View:
@@ -269,6 +270,8 @@ def evaluate(
         plot (FILE): draw a classifier's confusion matrix: FILE.png, .svg or .pdf
         lowercase: give BLEU without regard to case too
         tokenize: sacreBLEU's tokenizer: 13a, intl, char, none, ...; default: 13a
+        no_baseline: leave out the baseline: a linear model (for text an n-gram model) fitted on the data of
+            the model's training
         seed: random seed of the intervals, and of the masks of a masked model
 
     For example:
@@ -316,6 +319,7 @@ def evaluate(
         batch_size=batch_size,
         tokenize=tokenize,
         lowercase=lowercase,
+        baseline=not no_baseline,
         on_progress=on_progress,
         **{name: value for name, value in search.items() if value is not None},
     )
@@ -325,14 +329,19 @@ def evaluate(
                 write(" ".join(text.splitlines()))
     body = {name: getattr(done, name) for name in SHOWN}
     title = f"{folder}: {done.task}, {done.examples:,} examples, {done.targets:,} targets"
+    simple = done.baseline
     rows = (
         (metric, f"{value:.4f}", " to ".join(f"{end:.4f}" for end in done.intervals.get(metric, ())))
+        + (() if simple is None else (f"{simple.metrics[metric]:.4f}" if metric in simple.metrics else "",))
         for metric, value in done.metrics.items()
     )
+    columns = ("metric", ">value", ">95 % interval") + (() if simple is None else (">baseline",))
+    fitted = "" if simple is None else f"baseline: {simple.name}, fitted on {simple.fitted_on:,} examples"
     signatures = [f"{metric}: {signature}" for metric, signature in done.signatures.items()]
     counts = done.classes
     body |= {"classes": counts.to_dict()} if counts is not None else {}
-    shown = [table(title, ("metric", ">value", ">95 % interval"), rows), *signatures]
+    body |= {"baseline": simple.to_dict()} if simple is not None else {}
+    shown = [table(title, columns, rows), *filter(None, [fitted]), *signatures]
     parts = [*shown, *(confusion_tables(counts) if counts is not None else ())]
     title = f"{model.name}: what each class is taken for"
     return View(body, parts, drawing("models:draw_confusion", counts, title), done.notes)

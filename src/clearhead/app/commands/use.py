@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import arg
 
@@ -14,11 +14,12 @@ from clearhead.app.commands.retrieve import Passages, Retrieve, cite, reader
 from clearhead.app.commands.texts import USUAL, Options, Text, together
 from clearhead.app.report import class_table, fill_table, score_table, tag_table
 from clearhead.errors import refuse
-from clearhead.hub.retrievers import SparseVector
 from clearhead.labs.retrieval.passages import before_prompt
 from clearhead.learn.tasks.results import Candidate, Generation
-from clearhead.run.api import Model
 from clearhead.run.generate.request import make_request
+
+if TYPE_CHECKING:
+    from clearhead.run.api import Model
 
 PairText = Annotated[str | None, option("the second text, for a model of pairs; in JSON lines: pair")]
 
@@ -337,6 +338,8 @@ def embed(
 
 def _spelled_out(model: Model, vector: Any) -> dict[str, Any] | list[list[float]]:
     """Return a sparse vector, or the vectors of tokens, as JSON has them."""
+    from clearhead.hub.retrievers import SparseVector
+
     if not isinstance(vector, SparseVector):
         return cast(list[list[float]], vector.tolist())
     ids = vector.ids.tolist()

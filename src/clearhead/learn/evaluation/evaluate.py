@@ -26,10 +26,12 @@ from clearhead.learn.data.examples import Chunk, Corpus, Example, Images, Pictur
 from clearhead.learn.data.given import Given, given_or_paths
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.tables import counted, listed
+from clearhead.learn.evaluation.baseline import Baseline, linear_answers, ngram_baseline, right_answers
 from clearhead.learn.evaluation.metrics import (
     METRICS,
     ClassCounts,
     Counts,
+    Figures,
     Judged,
     OnProgress,
     perplexity,
@@ -71,6 +73,7 @@ class Evaluation:
     notes: tuple[str, ...]  # what was guessed, cut or mapped, a short sentence each
     outputs: tuple[str, ...]  # what the model answered for each example, in their order; none for text
     classes: ClassCounts | None = None  # of a classifier: figures of each class, and the confusion matrix
+    baseline: Baseline | None = None  # what a simple model makes of the same examples
 
 
 def evaluate(
@@ -82,6 +85,7 @@ def evaluate(
     batch_size: int | None = None,
     tokenize: str | None = None,
     lowercase: bool = False,
+    baseline: bool = False,
     on_progress: OnProgress = lambda stage, done, total: None,
     **generation: Any,
 ) -> Evaluation:
@@ -101,6 +105,8 @@ def evaluate(
         batch_size: rows at a time; None: by their length.
         tokenize: sacreBLEU's tokenizer for BLEU; None: 13a.
         lowercase: give BLEU without regard to case as well.
+        baseline: judge a simple model too, fitted on the data that the model was trained on: a linear model
+            for classes, tags and numbers, an n-gram model in as much memory for text.
         on_progress: told what is being done, and how much of how much is.
         generation: of pairs: options of `translate`, such as num_beams; else the model's own.
     """
@@ -111,7 +117,12 @@ def evaluate(
         options: dict[str, Any] = {"seed": seed, "batch_size": batch_size, "tokenize": tokenize}
         with tempfile.TemporaryDirectory() as folder:
             paths = Given(rows).write(Path(folder))["paths"]
-            options |= {"lowercase": lowercase, "on_progress": on_progress, **generation}
+            options |= {
+                "lowercase": lowercase,
+                "baseline": baseline,
+                "on_progress": on_progress,
+                **generation,
+            }
             result = evaluate(loaded, paths, plan, **options)
         return replace(result, notes=(*source.notes, *result.notes))
     refuse(batch_size is not None and batch_size < 1, f"batch_size {batch_size} must be 1 or more")
@@ -135,7 +146,9 @@ def evaluate(
         seed, notes=notes, loaded=loaded, plan=plan, rows=corpus.validation, tokenize=tokenize,
         lowercase=lowercase, generation=generation, on_progress=on_progress,
     )  # fmt: skip
-    return _evaluation(judged, task, corpus)
+    result = _evaluation(judged, task, corpus)
+    simple = _baseline(judged, task, corpus, result.metrics) if baseline else None
+    return replace(result, baseline=simple, notes=tuple(judged.notes))
 
 
 def judged_plan(
@@ -279,6 +292,37 @@ def _evaluation(judged: Judged, task: Task, corpus: Corpus) -> Evaluation:
         outputs=outputs,
         classes=judged.classes,
     )
+
+
+def _baseline(judged: Judged, task: Task, corpus: Corpus, metrics: Mapping[str, float]) -> Baseline | None:
+    """Return the figures of a simple model that learns from the training data of the run, if it has one."""
+    loaded, recipe = judged.loaded, run_recipe(judged.loaded.folder)
+    if recipe is None or not (task.name == "lm" or task.classes or task.outputs):
+        return None
+    judged.on_progress("baseline", 0, 1)
+    try:
+        trained, _ = open_examples(replace(read_recipe(recipe).data, task=task.name))
+        if task.name == "lm":
+            with tempfile.TemporaryDirectory() as folder:
+                known = np.array(encoded_for(loaded, task, trained, "train", (), folder)["ids"])
+                asked = np.array(encoded_for(loaded, task, corpus, "validation", (), folder)["ids"])
+            memory = sum(weight.nbytes for weight in loaded.model.parameters())
+            return ngram_baseline(known, asked, loaded.config.vocab_size, memory, metrics)
+        names = loaded.class_names
+        rows = cast(Any, corpus.validation)
+        if task.head == "tagger":  # tags that the model does not have count as missed
+            names = [*names, *sorted({tag for row in rows for tag in row.tags}.difference(names))]
+        done = linear_answers(trained.train, rows, names)
+    except (InputError, ImportError) as error:
+        judged.notes.append(f"no baseline: {str(error).splitlines()[0]}")
+        return None
+    if done is None:
+        return None
+    name, fitted_on, answers = done
+    figures = Figures(judged.seed)
+    for metric, (of, predicted, wanted) in task.score(answers, right_answers(rows, names), names).items():
+        figures.add(metric, predicted, wanted, of)
+    return Baseline(name, fitted_on, figures.metrics, figures.intervals)
 
 
 def _examined(judged: Judged, task: Task, batches: Batches) -> Counts:
