@@ -1,6 +1,8 @@
 """Run the pages of the book, and write into them what they print, draw and list.
 
-    python tools/book.py
+    python tools/book.py                    every page
+    python tools/book.py docs/training.md   these pages alone; a chapter of the tutorial needs those before it
+    python tools/book.py --tables           only the tables of every page: nothing is run
 
 A page is Markdown. Its python blocks run in order in one namespace; in the tutorial, bash blocks that begin
 with `clearhead` run too, and all chapters run in one folder, as for a reader who types them in. A text block
@@ -10,6 +12,7 @@ A table between `<!-- table: NAME -->` and `<!-- end -->` comes from the code (`
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import os
@@ -141,14 +144,19 @@ def working_in(folder: Path) -> Iterator[None]:
 
 def main() -> None:
     """Rewrite every page whose outputs or tables have changed, and say which."""
-    others = [page for page in sorted(DOCS.rglob("*.md")) if page not in TUTORIAL]
-    for pages in (TUTORIAL, *([page] for page in others)):
+    parser = argparse.ArgumentParser(description="Write into the pages of the book what their code prints.")
+    parser.add_argument("pages", nargs="*", type=Path, help="these alone; default: all")
+    parser.add_argument("--tables", action="store_true", help="rewrite tables only, and run nothing")
+    asked = parser.parse_args()
+    chosen = {page.resolve() for page in asked.pages} or {*DOCS.rglob("*.md")}
+    tutorial = [page for page in TUTORIAL if page in chosen]
+    for pages in (tutorial, *([page] for page in sorted(chosen.difference(TUTORIAL)))):
         with tempfile.TemporaryDirectory() as name, working_in(Path(name)):
             for page in pages:
-                shows = any(block.language == "text" for block in blocks(page))
+                shows = not asked.tables and any(block.language == "text" for block in blocks(page))
                 old, run = page.read_text(), list(run_page(page, page in TUTORIAL)) if shows else []
                 new = with_outputs(page, run)
-                for picture in PICTURE.findall(new) if page in TUTORIAL else ():
+                for picture in PICTURE.findall(new) if page in TUTORIAL and run else ():
                     shutil.copy(picture, DOCS / "tutorial" / "images" / picture)
                 if new != old:
                     page.write_text(new)
