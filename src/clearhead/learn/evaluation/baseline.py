@@ -104,7 +104,7 @@ def _of_texts(train: Any, rows: Any, labels: Sequence[str]) -> tuple[str, int, A
         ).tocsr()
         for part in (train, rows)
     )
-    targets = np.array(right_answers(train, labels))
+    targets: NDArray[Any] = np.array(right_answers(train, labels))
     numeric = not train[0].NAMED
     columns = [
         (Ridge().fit if numeric else _classifier)(known, column).predict(asked) for column in targets.T

@@ -308,7 +308,7 @@ def _baseline(judged: Judged, task: Task, corpus: Corpus, metrics: Mapping[str, 
                 asked = np.array(encoded_for(loaded, task, corpus, "validation", (), folder)["ids"])
             memory = sum(weight.nbytes for weight in loaded.model.parameters())
             return ngram_baseline(known, asked, loaded.config.vocab_size, memory, metrics)
-        names = loaded.class_names
+        names: Sequence[str] = loaded.class_names
         rows = cast(Any, corpus.validation)
         if task.head == "tagger":  # tags that the model does not have count as missed
             names = [*names, *sorted({tag for row in rows for tag in row.tags}.difference(names))]
