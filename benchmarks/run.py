@@ -58,6 +58,7 @@ CASES = {
     "tools": "tools:run_tools",
     "dpo": "finetune:run_dpo",
     "dpo_trl": "finetune:run_dpo_trl",
+    "grpo": "grpo:run_grpo",
     "embed": "finetune:run_embed",
     "kinds": "kinds:run_kinds",
     "fla_kernels": "kinds:run_fla_kernels",
