@@ -15,13 +15,13 @@ import clearhead as ch
 from clearhead.learn.training.events import read_log
 
 SMALL = {
-    "model.d_model": 64, "model.n_layers": 2, "model.n_heads": 4, "model.max_positions": 64, "model.dropout": 0.0,
-    "tokens.kind": "char", "train.device": "cpu", "train.lr": 3e-3, "train.epochs": None, "data.batch_size": 32,
-    "train.samples": 0, "train.threads": 1,
+    "model.d_model": 64, "model.n_layers": 2, "model.n_heads": 4, "model.max_positions": 96,
+    "model.dropout": 0.0, "tokens.kind": "char", "train.device": "cpu", "train.lr": 3e-3,
+    "train.epochs": None, "data.batch_size": 32, "train.samples": 0, "train.threads": 1,
 }  # fmt: skip
 TUNED = {
-    "train.device": "cpu", "train.threads": 1, "train.steps": 60, "train.lr": 3e-4, "train.validate_every": 60,
-    "train.samples": 0, "data.batch_size": 16,
+    "train.device": "cpu", "train.threads": 1, "train.steps": 150, "train.lr": 6e-4,
+    "train.validate_every": 150, "train.samples": 0, "data.batch_size": 16,
 }  # fmt: skip
 NAMES = ("ann", "bob", "eve", "tom", "zoe", "max", "lea", "kim")
 
@@ -50,14 +50,14 @@ TASKS = {"arithmetic": (summed, "exact", 120, 6), "json": (described, "json_sche
 
 
 def run_grpo() -> None:
-    """Rewards of two toy tasks over 60 steps, three seeds; `arithmetic` or `json` measures one of them.
+    """Rewards of two toy tasks over 150 steps, three seeds; `arithmetic` or `json` measures one of them.
 
     The base has learned a few examples. The record has the mean reward of each step, that of the held-out
     prompts before and after, and the largest difference between log-probabilities of sampling and training.
     """
     path = RESULTS / "cpu_grpo.json"
     results = json.loads(path.read_text())["results"] if path.exists() else []
-    for task in sys.argv[2:] or TASKS:
+    for task in sys.argv[1:] or TASKS:
         make, reward, steps, most = TASKS[task]
         draw = random.Random(0)
         rows = [make(draw) for _ in range(400)]

@@ -21,6 +21,7 @@ CASES = {
     "experts": {"n_experts": 3},
     "latent": LATENT,
     "shared": {"layer_groups": 2, "qk_norm": "full"},
+    "looped": {"loop": (1, 1, 2), "positions": "rope"},
 }
 PROMPT = [1, 2, 3]
 

@@ -186,12 +186,6 @@ class GrpoPlan:
 
     def __post_init__(self) -> None:
         _check_plan(self)
-        refuse(
-            self.weights and len(self.weights) != len(self.reward),
-            f"grpo.weights has {len(self.weights)} numbers, and grpo.reward {len(self.reward)} names: "
-            "give one for each",
-            ConfigError,
-        )
 
 
 def _check_plan(plan: TrainPlan | GeneratePlan | GrpoPlan) -> None:

@@ -410,8 +410,14 @@ class Prompt(ChatExample):
             record.cells.get("tools"),
             f"{record.place} names tools: answers are sampled in one turn, which calls none; leave them out",
         )
-        prompt = _asked(record, roles)
-        return cls(prompt, dict(record.cells)) if any(_texts(prompt)) else None
+        prompt, columns = _asked(record, roles), dict[str, Any]()
+        for name, cell in record.cells.items():
+            outer, dot, inner = name.partition(".")
+            if dot and isinstance(columns.setdefault(outer, {}), dict):  # an object, whose fields are cells
+                columns[outer][inner] = cell
+            else:
+                columns[name] = cell
+        return cls(prompt, columns) if any(_texts(prompt)) else None
 
     def key(self) -> tuple[str, ...]:
         """Return the prompt, see `Example.key`."""

@@ -12,7 +12,7 @@ Shapes: B answers, T tokens of a row, N sampled tokens, V vocabulary.
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,9 +34,6 @@ from clearhead.run.generate.sampling import distribution, draw
 from clearhead.run.kernels.lora import LoraLinear
 from clearhead.variants.contexts import evaluating
 
-if TYPE_CHECKING:
-    from clearhead.learn.tasks.entries.grpo import Grpo
-
 SAMPLES = "samples.jsonl"  # of a run's folder: every sampled answer with its rewards
 EPS = 1e-4  # added to the deviation of a group
 
@@ -45,7 +42,7 @@ class Rollouts(FixedRows):
     """Prompts, and answers sampled to them when a batch is asked for: a batch follows from the weights."""
 
     def __init__(
-        self, task: "Grpo", loaded: Model, rows: Sequence[Prompt], size: int, seed: int, training: bool
+        self, task: Any, loaded: Model, rows: Sequence[Prompt], size: int, seed: int, training: bool
     ) -> None:
         self.task, self.loaded, plan = task, loaded, task.plan
         self.most, self.group = task.generate.max_new_tokens, plan.group if training else 1

@@ -56,6 +56,7 @@ class Grpo(ChatTask):
     generate = GeneratePlan()
     rewards: Mapping[str, Reward] = {}
     weights: Sequence[float] = ()
+    measured: dict[str, list[float]]  # figures since they were last taken; of a copy for a run
     reference: Transformer | None = None  # the model before training; None: the frozen weights under LoRA
 
     def planned(self, recipe: Recipe) -> Self:
