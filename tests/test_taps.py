@@ -34,9 +34,9 @@ DECODER = """
 """
 PARALLEL = DECODER.replace("    blocks.0.resid_mid\n", "")
 EXPERTS = DECODER.replace(
-    "    blocks.0.feedforward.in blocks.0.feedforward.pre blocks.0.feedforward.post blocks.0.feedforward.out\n",
+    " blocks.0.feedforward.pre blocks.0.feedforward.post blocks.0.feedforward.out\n",
     """
-    blocks.0.feedforward.in blocks.0.feedforward.router
+    blocks.0.feedforward.router
     blocks.0.feedforward.experts.0.pre blocks.0.feedforward.experts.0.post blocks.0.feedforward.experts.0.out
     blocks.0.feedforward.experts.1.pre blocks.0.feedforward.experts.1.post blocks.0.feedforward.experts.1.out
     blocks.0.feedforward.out
