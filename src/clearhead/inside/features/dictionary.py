@@ -165,7 +165,7 @@ class Dictionary(nn.Module):
 
     def parts(self, y: Tensor) -> dict[str, Tensor]:
         """Split something of the size that it writes by activation: [..., O]."""
-        return dict(zip(self.writes, y.split(self.d_out // len(self.writes), -1)))
+        return dict(zip(self.writes, torch.split(y, self.d_out // len(self.writes), -1)))
 
     def steer(self, feature: int, strength: float) -> Changes:
         """Return an edit that adds `strength` times a feature's direction at every token."""
