@@ -365,7 +365,7 @@ def recorded(model: Transformer, patterns: Iterable[str], *main: Tensor, **given
 LARGEST = 2**28  # numbers of all patterns together; where there would be more, none is kept
 LARGEST_GRAPH = 2**24  # numbers of all patterns, of a pass that is kept with its gradients
 SLOPED = (".z", ".pattern", ".v", ".scores", "embedding", "feedforward.out")
-UNSEEN = (".pre", "resid_mid", "logits")
+UNSEEN = (".pre", ".in", "resid_mid", "logits")
 
 
 @dataclass(frozen=True)
