@@ -200,7 +200,8 @@ class Rollouts(FixedRows):
         try:
             with run.precision.autocast(), run.attention():
                 moved = batch.to(run.precision.device)
-                return self.task.logprobs(model or run.runner, moved, run.plan.loss_chunk)[0].cpu()
+                logprobs: Tensor = self.task.logprobs(model or run.runner, moved, run.plan.loss_chunk)[0]
+                return logprobs.cpu()
         finally:
             for part, scale in zip(updates, scales):
                 part.scale = scale
