@@ -116,14 +116,17 @@ def length(value: str | None) -> Reward:
 
 def json_schema(value: str | None) -> Reward:
     """1 where the answer is JSON of the schema in a file, or in the column `schema`; else 0."""
+    refuse(value is not None and not Path(value).is_file(), f"the reward json_schema has no file {value}")
     schema = None if value is None else json.loads(Path(value).read_text(encoding="utf-8"))
 
     def fits(answer: str, row: Row) -> bool:
         wanted = _column(row, "schema", "json_schema") if schema is None else schema
+        wanted = json.loads(wanted) if isinstance(wanted, str) else wanted
         try:
-            return is_valid(json.loads(answer), json.loads(wanted) if isinstance(wanted, str) else wanted)
+            value = json.loads(answer)
         except (ValueError, RecursionError):
             return False
+        return is_valid(value, wanted)
 
     return fits
 
