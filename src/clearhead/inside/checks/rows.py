@@ -511,7 +511,8 @@ def _sampled(inputs: Inputs) -> float:
     model, batch = copy.deepcopy(inputs.model).requires_grad_(True), some_batch(inputs.model, 0)
     sampled = TASKS["grpo"].outputs_of(model, batch, 0)
     with torch.enable_grad():
-        return float((TASKS["grpo"].outputs_of(model, batch, 0) - sampled).abs().max())
+        trained = TASKS["grpo"].outputs_of(model, batch, 0).detach()
+    return float((trained - sampled).abs().max())
 
 
 def some_batch(model: Transformer, seed: int) -> Batch:
