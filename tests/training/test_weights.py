@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
 
 import clearhead as ch
-from clearhead.errors import CheckpointError, InputError
+from clearhead.errors import CheckpointError, ConfigError, InputError
 from clearhead.learn.recipe import TrainPlan
 from clearhead.learn.training.optim import make_optimizer
+from clearhead.learn.training.run import rehearse
 from clearhead.learn.training.weights import Ema, adapted_note, add_lora, average
 from clearhead.run.kernels.lora import LoraLinear, merge, merged, unmerge
 from clearhead.run.kernels.prepare import prepared
+from clearhead.run.quant.apply import QuantPlan, dequantized, quantize_model
+from clearhead.run.quant.layers import QuantizedLinear
 from tests.harness import build, config, some_ids, worst
 
 pytestmark = pytest.mark.ledger("H7", "H9")
@@ -183,6 +187,81 @@ def test_sft_lora_adapts_the_gate_and_its_adapter_opens_in_peft(tmp_path):
     ids = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
         assert worst(done.model.model(ids).logits, theirs(ids).logits) < 1e-4
+
+
+# On quantized weights ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ledger("W8")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_updates_on_quantized_weights_have_the_gradients_of_the_dequantized_model(bits):
+    small = quantize_model(build(gated=True, bias=bits == 4), QuantPlan(bits, method="rtn")).model
+    models = {"quantized": small, "dequantized": dequantized(small)}
+    found = {}
+    for name, model in models.items():
+        torch.manual_seed(0)
+        add_lora(model, 3, 6.0, ["all-linear"])
+        with torch.no_grad():
+            for tensor in lora_state(model).values():
+                tensor.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+        logits = model(some_ids()).logits
+        logits.square().mean().backward()
+        found[name] = {key: part.grad for key, part in model.named_parameters() if part.requires_grad}
+        found[name]["logits"] = logits.detach()
+    assert found["quantized"].keys() == found["dequantized"].keys() and len(found["quantized"]) > 20
+    for key, wanted in found["dequantized"].items():
+        assert worst(found["quantized"][key], wanted) <= 1e-6, key
+    frozen = [part for part in small.modules() if isinstance(part, QuantizedLinear)]
+    assert frozen and not any(part.requires_grad for layer in frozen for part in layer.parameters())
+
+
+@pytest.mark.ledger("W8")
+def test_a_run_on_int4_weights_learns_resumes_and_leaves_an_adapter_of_the_base(tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    chats = [{"prompt": f"say {word}", "completion": word} for word in "abcdefgh"]
+    given = {"train.device": "cpu", "train.samples": 1, "data.max_length": 96, "generate.max_new_tokens": 4}
+    shape = {"model.base": "llama-1b-like", "model.d_model": 32, "model.n_layers": 1, "model.n_heads": 2}
+    more = {"model.n_kv_heads": 2, "model.d_ff": 64, "model.max_positions": 128, "data.task": "chat"}
+    base = tmp_path / "base"
+    ch.train(chats, out=base, settings={**given, **shape, **more, "train.steps": 10})
+    given |= {"model.base": str(base), "train.lora": 2, "train.quantize": "int4", "train.lr": 0.02}
+    given |= {"train.steps": 6, "train.epochs": None, "train.log_every": 1, "train.save_every": 3}
+    events: list = []
+
+    def run(name: str, stop=lambda: False):
+        train = partial(ch.train, recipe="sft-lora", out=tmp_path / name, settings=given, stop=stop)
+        return train(chats, on_event=events.append)
+
+    once, count = run("once"), iter(range(9))
+    losses = [event.loss for event in events if hasattr(event, "norm")]
+    assert losses[-1] < losses[0]
+    assert any("frozen weights" in getattr(event, "line", "") for event in events)
+    assert run("twice", lambda: next(count) == 2).reason == "stopped"
+    twice = ch.train(resume=tmp_path / "twice")
+    for name, tensor in once.model.model.state_dict().items():
+        assert torch.equal(tensor, twice.model.model.state_dict()[name]), name
+    # The adapter opens on the unquantized base, and there adds what the run has learned.
+    model = AutoModelForCausalLM.from_pretrained(base).eval()
+    theirs = PeftModel.from_pretrained(model, tmp_path / "once" / "adapter").eval()
+    ours, ids = ch.load(base).model, torch.tensor([[1, 2, 3, 4]])
+    rounded = dequantized(quantize_model(ours, QuantPlan(4, method="hqq")).model)
+    weights = dict(once.model.model.named_parameters())
+    with torch.no_grad():
+        for name, weight in ours.named_parameters():
+            if weight.ndim == 2:
+                weight += weights[name] - dict(rounded.named_parameters())[name]
+        assert worst(ours(ids).logits, theirs(ids).logits) < 1e-4
+    planned = rehearse(chats, recipe="sft-lora", out=tmp_path / "plan", settings=given).sizes
+    small = quantize_model(ch.load(base).model, QuantPlan(4, method="hqq")).model
+    add_lora(small, 2, 16.0, ch.read_recipe("sft-lora").train.lora_targets)
+    tensors = {x.data_ptr(): x for x in (*small.parameters(), *small.buffers()) if x.numel()}.values()
+    learned = sum(x.numel() for x in small.parameters() if x.requires_grad)
+    held = sum(x.numel() * x.element_size() for x in tensors) + 12 * learned  # gradients and two moments
+    assert planned["bytes of weights, gradients and moments"] == pytest.approx(held, rel=0.05)
+    with pytest.raises(ConfigError, match=r"set train.lora too"):
+        ch.read_recipe(None, {"train.quantize": "int4"})
 
 
 def stepped(model: ch.Transformer, step: int) -> None:

@@ -121,6 +121,7 @@ class TrainPlan:
     freeze: tuple[str, ...] = ()  # names of parameters that stay as they are, with * for any part
     lora: int = 0  # rank of low-rank updates; 0: every weight is trained
     lora_alpha: float = 16.0  # they are scaled by this over their rank
+    quantize: Literal["int8", "int4"] | None = None  # lora: what the frozen weights are kept in (QLoRA)
     lora_targets: tuple[str, ...] = ("q", "v")  # last names of the layers that get them; or all-linear
 
     # Validation
@@ -145,6 +146,11 @@ class TrainPlan:
         refuse(
             not all(0 <= beta < 1 for beta in self.betas),
             f"betas {self.betas[0]}, {self.betas[1]} must each lie in [0, 1)",
+            ConfigError,
+        )
+        refuse(
+            self.quantize is not None and not self.lora,
+            f"train.quantize {self.quantize} is for weights that LoRA freezes: set train.lora too",
             ConfigError,
         )
         refuse(

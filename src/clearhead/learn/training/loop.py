@@ -43,6 +43,7 @@ from clearhead.learn.training.state import (
 )
 from clearhead.run.api import Model
 from clearhead.run.kernels.lora import merged
+from clearhead.run.quant.apply import dequantized
 from clearhead.variants.routing import BALANCE
 
 # A step whose loss or gradient is not finite is skipped. So many in a row, or more than so many that are also
@@ -140,7 +141,11 @@ def save(run: TrainingRun, scaler: Any = None) -> None:
     if run.ema is not None or plan.lora:
         tensors |= {f"weights/{name}": parameter.clone() for name, parameter in model.named_parameters()}
     with run.ema.applied(model) if run.ema is not None else nullcontext():
-        taken = snapshot(run.loaded, model, run.structure, tensors, state)
+        if plan.quantize is None:
+            taken = snapshot(run.loaded, model, run.structure, tensors, state)
+        else:  # the model on disk is in floating point, as that of any other run
+            plain = dequantized(model)
+            taken = snapshot(replace(run.loaded, model=plain), plain, plain, tensors, state)
 
     def write() -> None:
         save_checkpoint(run.folder, taken, run.world.aside)
@@ -369,7 +374,7 @@ class TrainingRun:
         One that is split is not merged, which `whole` does.
         """
         averaged = self.ema.applied(self.model) if self.ema is not None else nullcontext()
-        merging = self.plan.lora and self.empty is None
+        merging = self.plan.lora and self.empty is None and self.plan.quantize is None
         with averaged, merged(self.model) if merging else nullcontext():
             try:
                 yield self.loaded if self.compiled is None else replace(self.loaded, model=self.compiled)

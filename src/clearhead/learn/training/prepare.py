@@ -45,6 +45,8 @@ from clearhead.run.api import Model
 from clearhead.run.bundle import best_device
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.training import join_projections, recompute, suit_compiled, suit_narrow
+from clearhead.run.quant.apply import NAMES, QuantPlan, quantize_model
+from clearhead.run.quant.layers import few_bits
 from clearhead.variants.contexts import evaluating
 from clearhead.variants.costs import cost
 
@@ -152,6 +154,17 @@ def assemble(
         ConfigError,
     )
     job.note(precision.sentence)
+    if plan.quantize is not None:
+        unfit = plan.compile or plan.precision == "float8" or world.size > 1
+        refuse(
+            unfit or joined or loaded.config.head != "lm",
+            f"train.quantize {plan.quantize} is for language models in one process, and neither for "
+            "train.compile nor float8: leave one of them out",
+            ConfigError,
+        )
+        rounding = QuantPlan(NAMES[plan.quantize], method="hqq" if plan.quantize == "int4" else "rtn")
+        loaded.model = quantize_model(loaded.model, rounding).model
+        job.note(f"frozen weights{few_bits(loaded.model).replace(';', ':', 1)}")
     if plan.lora:
         torch.manual_seed(plan.seed)  # the updates begin at random
         also = () if isinstance(loaded.model.head, LanguageHead) else ("head.*",)
@@ -180,7 +193,7 @@ def assemble(
     least = None
     if precision.peak is not None:
         least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
-    pays = world.plan.context == 1 and not task.sampled
+    pays = world.plan.context == 1 and not task.sampled and plan.quantize is None
     usual = pays and machine.pays(task, recipe.data, plan, device, least)
     wanted = bool(began.get("compiled", usual) if plan.compile is None else plan.compile)
     partial: Sequence[nn.Parameter] = ()

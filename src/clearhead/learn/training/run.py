@@ -28,7 +28,7 @@ from clearhead.learn.parallel.shards import materialise
 from clearhead.learn.parallel.world import joined
 from clearhead.learn.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.learn.tasks import table
-from clearhead.learn.training import faults, loop, machine, optim, weights
+from clearhead.learn.training import build, faults, loop, machine, optim, weights
 from clearhead.learn.training.events import Finished, Note, OnEvent, Reason, Started, Validated, logged
 from clearhead.learn.training.folder import (
     command_to_try,
@@ -62,6 +62,7 @@ from clearhead.learn.training.state import (
 from clearhead.run.api import Model, load, open_empty
 from clearhead.run.bundle import SHARD_SIZE, best_device
 from clearhead.run.kernels.transpose import lay_out_rows
+from clearhead.run.quant.layers import distinct
 from clearhead.variants.costs import LEARNING
 
 # What may change in a run that goes on: how long it is, and what is validated, kept and shown on the way.
@@ -206,7 +207,12 @@ def _pretrain(recipe: Recipe, job: Job) -> Trained:
     job.note(f"first stage: {steps:,} steps of masked language modelling")
     later = {
         **{"pretrain": 0, "metric": None, "patience": None, "average": 0},  # are of the second stage
-        **{"lora": 0, "freeze": (), "layer_decay": 1.0},  # keep trained weights, and there are none yet
+        **{
+            "lora": 0,
+            "quantize": None,
+            "freeze": (),
+            "layer_decay": 1.0,
+        },  # keep trained weights, and there are none yet
         "class_weights": None,
     }
     recipe = recipe.replace("train", steps=steps, epochs=None, **later)
@@ -410,6 +416,9 @@ def restore(recipe: Recipe, checkpoint: Path, job: Job) -> TrainingRun:
     unread = None
     if world.size == 1:
         loaded = load(checkpoint, dtype=torch.float32)
+        base = None if recipe.train.quantize is None else build.base_of(recipe)
+        if base is not None:  # its weights are quantized anew, and updated by what was learned
+            loaded.model.load_state_dict(base.model.state_dict())
         lay_out_rows(loaded.model)
     else:
         loaded, unread = open_empty(checkpoint, torch.float32)
@@ -539,7 +548,7 @@ def rehearse(
             "task": run.task.name,
             "parameters": count,
             "trained parameters": n_trained,
-            "bytes of weights, gradients and moments": 4 * count + learning * n_trained,
+            "bytes of weights, gradients and moments": weight_bytes(run.model) + learning * n_trained,
             "bytes on disk, at most": on_disk(run, job.folder),
             "bytes free there": shutil.disk_usage(there).free,
             "steps": run.steps,
@@ -555,7 +564,14 @@ def rehearse(
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
     """Return the number of weights, and of those that are trained."""
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+    frozen = sum(part.in_features * part.out_features for part in distinct(model))
+    return sum(size for size, _ in sizes) + frozen, sum(size for size, trained in sizes if trained)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's weights in training: float32, but for those that are quantized."""
+    codes = sum(part.size for part in distinct(model))
+    return codes + 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def on_disk(run: TrainingRun, prepared: Path) -> int:

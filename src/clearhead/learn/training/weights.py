@@ -22,6 +22,7 @@ from clearhead.hub.checkpoint import Description, outgoing
 from clearhead.hub.weights import Outgoing
 from clearhead.learn.parallel.shards import local, part_like, put
 from clearhead.run.kernels.lora import LoraLinear, merged
+from clearhead.run.quant.layers import QuantizedLinear
 
 ALL = "all-linear"
 DECIDING = ("router", "score", "shared_gate", "beta", "decay")  # too narrow for a rank, and better left alone
@@ -128,7 +129,7 @@ def add_lora(
     layers = {
         name: part
         for name, part in model.named_modules()
-        if isinstance(part, nn.Linear) and ".blocks." in f".{name}"
+        if isinstance(part, nn.Linear | QuantizedLinear) and ".blocks." in f".{name}"
     }
     last_names = sorted({name.rpartition(".")[2] for name in layers})
     for target in targets:

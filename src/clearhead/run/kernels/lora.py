@@ -10,6 +10,7 @@ import torch.nn.functional as nnf
 from torch import Tensor, nn
 
 from clearhead.core.dtypes import wide
+from clearhead.run.quant.layers import QuantizedLinear
 
 
 class LoraLinear(nn.Module):
@@ -17,12 +18,13 @@ class LoraLinear(nn.Module):
 
     base: nn.Module  # a linear layer, or one that has an update already
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+    def __init__(self, base: nn.Linear | QuantizedLinear, rank: int, alpha: float) -> None:
         super().__init__()
         self.in_features, self.out_features = base.in_features, base.out_features
         self.base = base.requires_grad_(False)
-        self.a = nn.Parameter(base.weight.new_empty(rank, base.in_features))
-        self.b = nn.Parameter(base.weight.new_zeros(base.out_features, rank))
+        weight = base.weight
+        self.a = nn.Parameter(weight.new_empty(rank, base.in_features))
+        self.b = nn.Parameter(weight.new_zeros(base.out_features, rank))
         nn.init.kaiming_uniform_(self.a, math.sqrt(5))  # the default of linear layers
         self.scale = alpha / rank
 

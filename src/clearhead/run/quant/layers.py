@@ -1,14 +1,15 @@
 """Layers whose weights are quantized. In a forward pass they are ordinary linear layers, in the dtype of x.
 
 `weight` dequantizes, so code that reads weights goes on working. Generation has faster matmuls with the same
-codes (`run/kernels`). The memory layout of codes is described in grid.py. Nothing here can be trained.
+codes (`run/kernels`). The memory layout of codes is described in grid.py. Nothing here can be trained, but
+gradients pass through to what is: low-rank updates.
 
 Shapes: N width out, D width in, G groups of a row, V vocabulary.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as nnf
@@ -74,6 +75,21 @@ class QuantizedWeight(nn.Module):
         )
 
 
+class _Through(torch.autograd.Function):
+    """A matmul with a quantized weight, which is dequantized again for the gradient of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: "QuantizedLinear") -> Tensor:
+        """[..., D] -> [..., N]."""
+        ctx.layer, ctx.dtype = layer, x.dtype
+        return nnf.linear(x, layer.weight.to(x.dtype), layer.bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """[..., N] -> [..., D]."""
+        return (gradient @ ctx.layer.weight.to(gradient.dtype)).to(ctx.dtype), None
+
+
 class QuantizedLinear(QuantizedWeight):
     """A linear layer whose weight is quantized."""
 
@@ -89,6 +105,9 @@ class QuantizedLinear(QuantizedWeight):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., N]."""
+        if x.requires_grad and torch.is_grad_enabled():
+            through: Any = _Through.apply
+            return cast(Tensor, through(x, self))
         return nnf.linear(x, self.weight.to(x.dtype), self.bias)
 
 
@@ -149,9 +168,14 @@ def quantized_parts(model: nn.Module) -> dict[str, QuantizedWeight]:
     return {name: part for name, part in model.named_modules() if isinstance(part, QuantizedWeight)}
 
 
+def distinct(model: nn.Module) -> list[QuantizedWeight]:
+    """Return the quantized weights of a model, those that a layer and a table share once."""
+    return list({part.codes.data_ptr(): part for part in quantized_parts(model).values()}.values())
+
+
 def few_bits(model: nn.Module) -> str:
     """Say how many weights are quantized, and how many bytes they take."""
-    parts = {part.codes.data_ptr(): part for part in quantized_parts(model).values()}.values()
+    parts = distinct(model)
     if not parts:
         return ""
     kinds = " and ".join(f"int{bits}" for bits in sorted({part.grid.bits for part in parts}))
