@@ -35,6 +35,7 @@ _FUNCTIONS = {
     "mean_activations": "ablation",
     "neighbours": "geometry",
     "occlusion": "attribution",
+    "path_patch": "circuit",
     "paths": "attribution",
     "prune": "pruning",
     "prune_curve": "pruning",
