@@ -240,23 +240,23 @@ class CutStack(Stack):
             count = (
                 1 if not splits(block.attention) else block.attention.n_heads + 2 * block.attention.n_kv_heads
             )
-            normed = residual.norm_input(streams.take(count))
+            normed = residual.norm_input(streams.take(count), SILENT)
             expanded = None
             if block.parallel:
                 read = streams.take(1)[:, 0]
                 shared = second.before is None
-                read = residual.norm_input(read) if shared else second.norm_input(read)
+                read = residual.norm_input(read, SILENT) if shared else second.norm_input(read, SILENT)
                 expanded = block.feedforward(read, own.part("feedforward"))
             streams.add(residual, *_attended(block, "attention", normed, normed, given.view, given.keys, own))
             if block.cross is not None and given.cross_view is not None:
                 joins, cross = block.cross_residual, block.cross
                 keys = None if sources is None else sources.take(2 * cross.n_kv_heads)
-                asked = joins.norm_input(streams.take(cross.n_heads))
+                asked = joins.norm_input(streams.take(cross.n_heads), SILENT)
                 streams.add(
                     joins, *_attended(block, "cross", asked, keys, given.cross_view, given.cross_keys, own)
                 )
             if expanded is None:
-                read = second.norm_input(streams.take(1)[:, 0])
+                read = second.norm_input(streams.take(1)[:, 0], SILENT)
                 expanded = block.feedforward(read, own.part("feedforward"))
             streams.add(second, expanded[None])
         if cache is not None:
@@ -299,7 +299,7 @@ class Streams(_Queue):
     def add(self, residual: Residual, outputs: Tensor, others: Tensor | None = None) -> None:
         """Add what the next writers give [n, B, T, D], and what belongs to no writer [B, T, D]."""
         total = outputs.sum(0) if others is None else outputs.sum(0) + others
-        self.x = residual.add(self.x, total[:, None] + self.swapped(outputs))
+        self.x = residual.add(self.x, total[:, None] + self.swapped(outputs), SILENT)
 
     def swapped(self, outputs: Tensor) -> Tensor | float:
         """Return what cuts change for each reader, of the next writers' outputs: [B, n, T, D] or 0."""
