@@ -54,10 +54,9 @@ def plain(model: ch.Transformer, ids, cut: set[tuple[str, str]], values) -> tupl
         x = joins.norm_input(stream(reader, upto))
         return x @ linear.weight[rows].T + (0 if linear.bias is None else linear.bias[rows])
 
-    front = model.decoder.embedding.front.tokens(ids) + model.decoder.positions.embed(
-        torch.arange(len(ids))[None]
-    )
-    written.append(("embedding", None, front[0]))
+    places = model.decoder.positions.embed(torch.arange(len(ids))[None], torch.float64)
+    front = model.decoder.embedding.front.tokens(ids) + places[0]
+    written.append(("embedding", None, front))
     mask = torch.ones(len(ids), len(ids)).tril().bool()
     for layer, block in enumerate(model.decoder.layers()):
         attention, joins, width = block.attention, block.attention_residual, spec.d_head
@@ -76,7 +75,7 @@ def plain(model: ch.Transformer, ids, cut: set[tuple[str, str]], values) -> tupl
             heads.append((f"{layer}.{head}", joins, pattern @ v @ out.T))
         written += heads
         if attention.out.bias is not None:
-            written.append(("bias", joins, attention.out.bias.expand_as(front[0])))
+            written.append(("bias", joins, attention.out.bias.expand_as(front)))
         joins = block.feedforward_residual
         y = block.feedforward(joins.norm_input(stream(f"feedforward:{layer}", len(written))))
         written.append((f"feedforward:{layer}", joins, y))

@@ -236,6 +236,7 @@ class CutStack(Stack):
         sources = None if memory is None or memory.hidden is None else _Queue(memory.hidden)
         for layer, (block, given) in enumerate(zip(blocks, self.layer_inputs(blocks, call, memory))):
             own = tap.part(f"blocks.{layer}")
+            inner = own.part("feedforward")
             residual, second = block.attention_residual, block.feedforward_residual
             count = (
                 1 if not splits(block.attention) else block.attention.n_heads + 2 * block.attention.n_kv_heads
@@ -246,7 +247,7 @@ class CutStack(Stack):
                 read = streams.take(1)[:, 0]
                 shared = second.before is None
                 read = residual.norm_input(read, SILENT) if shared else second.norm_input(read, SILENT)
-                expanded = block.feedforward(read, own.part("feedforward"))
+                expanded = block.feedforward(inner("in", read), inner)
             streams.add(residual, *_attended(block, "attention", normed, normed, given.view, given.keys, own))
             if block.cross is not None and given.cross_view is not None:
                 joins, cross = block.cross_residual, block.cross
@@ -257,7 +258,7 @@ class CutStack(Stack):
                 )
             if expanded is None:
                 read = second.norm_input(streams.take(1)[:, 0], SILENT)
-                expanded = block.feedforward(read, own.part("feedforward"))
+                expanded = block.feedforward(inner("in", read), inner)
             streams.add(second, expanded[None])
         if cache is not None:
             cache.advance()
