@@ -27,6 +27,8 @@ _FUNCTIONS = {
     "contributions": "lens",
     "effect": "ablation",
     "firing": "logit_attribution",
+    "fit_jacobian": "translators",
+    "fit_tuned": "translators",
     "fold_norms": "folding",
     "followed": "lens",
     "head_roles": "heads",

@@ -235,17 +235,16 @@ def circuit(
     sizes = [size * scale for scale in (1, 1000, 1000_000) for size in SIZES]
     sizes = sorted({min(size, count) for size in (*sizes, count, *([] if edges is None else [edges]))})
     kept_of = {size: connected(graph, order, size) for size in sizes}
-    curve = []
-    generator = torch.Generator().manual_seed(seed)
-    for done, (size, mask) in enumerate(kept_of.items(), 1):
-        point = _point(runs, mask, (full, empty), draws, generator)
-        curve.append((size, point))
+    generator, curve = torch.Generator().manual_seed(seed), dict[int, Point]()  # by what is left of them
+    for done, mask in enumerate(kept_of.values(), 1):
+        if (size := int(mask.sum())) not in curve:
+            curve[size] = _point(runs, mask, (full, empty), draws, generator)
         on_progress("curve", done, len(kept_of))
     if edges is None:
-        chosen = next((size for size, point in curve if point.faithfulness >= faithful), count)
-    else:
-        chosen = edges
-    point, mask = dict(curve)[chosen], kept_of[chosen]
+        faithfulness = {size: curve[int(mask.sum())].faithfulness for size, mask in kept_of.items()}
+        edges = next((size for size, value in faithfulness.items() if value >= faithful), count)
+    mask = kept_of[edges]
+    point = curve[int(mask.sum())]
     ordered = [divmod(place, valid.shape[1]) for place in order.tolist() if mask.flatten()[place]]
     return Circuit(
         prompts=tuple(
@@ -259,7 +258,7 @@ def circuit(
             for row, column in ordered
         ),
         faithfulness=point.faithfulness, completeness=point.completeness, random=point.random,
-        curve=tuple(point for _, point in curve), scores=scores, graph=graph,
+        curve=tuple(curve[size] for size in sorted(curve)), scores=scores, graph=graph,
     )  # fmt: skip
 
 

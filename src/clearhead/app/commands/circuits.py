@@ -113,7 +113,10 @@ def _read_pairs(path: Path) -> Iterator[tuple[str | None, ...]]:
     for record in read_json(path) if kind == "jsonl" else read_table(path, str(kind), header=True):
         values = record.cells
         missing = [name for name in COLUMNS[:2] if not values.get(name)]
-        refuse(bool(missing), f"{record.place} has no {missing[0]}: name the columns {', '.join(COLUMNS)}")
+        refuse(
+            bool(missing),
+            f"{record.place} has no {' and no '.join(missing)}: name the columns {', '.join(COLUMNS)}",
+        )
         yield tuple(values.get(name) or None for name in COLUMNS)
 
 
