@@ -13,7 +13,7 @@ score of an edge is what the metric loses when that edge alone is cut:
     eap       estimated by the slope at the clean run (edge attribution patching, Syed et al. 2023)
     eap-ig    by the mean of slopes between the corrupt and the clean input (Hanna et al. 2024)
     atp       eap with the corrections of AtP* (Kramár et al. 2024): softmax taken anew for queries and keys,
-              and the mean size over slopes in which one layer is left out
+              and the mean size over slopes in which one layer is left out, where that is larger
     acdc      no estimate: edges are cut for good, last ones first, while each costs less than a threshold
               (Conmy et al. 2023)
 

@@ -61,11 +61,11 @@ class Translators:
             f"this lens has {len(self.matrix)} layers of width {self.matrix.shape[-1]}, and the model "
             f"{len(states) - 1} of {states[0].shape[-1]}: fit one for this model",
         )
-        maps = zip(states, self.matrix, self.bias)
-        return [
-            *((wide(h) @ matrix.T.to(h.device) + bias.to(h.device)).to(h) for h, matrix, bias in maps),
-            states[-1],
-        ]
+        read = []
+        for state, matrix, bias in zip(states, self.matrix, self.bias):
+            x = wide(state)
+            read.append((x @ matrix.T.to(x) + bias.to(x)).to(state))
+        return [*read, states[-1]]
 
     def save(self, path: str | Path) -> None:
         """Write them as safetensors."""
@@ -124,7 +124,7 @@ def fit_tuned(
         optimizer.zero_grad()
         with torch.enable_grad():
             for layer, state in enumerate(states[:-1]):  # one at a time: logits are large
-                moved = wide(state[some]) @ matrix[layer].T + bias[layer]
+                moved = state[some].float() @ matrix[layer].T + bias[layer]
                 _kl(m, moved.to(state), final[some]).mean().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         on_step(step + 1, steps)
