@@ -24,7 +24,9 @@ def text(tmp_path_factory: pytest.TempPathFactory):
 
 
 def test_ranges_and_choices_are_read_and_drawn_from():
-    vary = read_vary(["train.lr=1e-4..1e-2", "model.n_layers=2..5", "train.schedule=cosine,wsd", "x=[1,2],[3]"])
+    vary = read_vary(
+        ["train.lr=1e-4..1e-2", "model.n_layers=2..5", "train.schedule=cosine,wsd", "x=[1,2],[3]"]
+    )
     assert vary["train.lr"] == Range(1e-4, 1e-2, whole=False) and vary["train.lr"].logarithmic
     assert vary["model.n_layers"] == Range(2, 5, whole=True) and not vary["model.n_layers"].logarithmic
     assert vary["train.schedule"] == Choices(("cosine", "wsd")) and vary["x"] == Choices(([1, 2], [3]))

@@ -377,9 +377,7 @@ def _opened(folder: Path, facts: Mapping[str, Any], asked: Sequence[dict[str, An
     before = [Trial(**trial) for trial in known.get("trials", ())]
     trials = [Trial(number, settings) for number, settings in enumerate(asked)]
     for trial in before[: len(trials)]:
-        here = folder / TRIALS / f"{trial.number:03}"
-        whole = trial.error or resumable(here) or trial.reached == 1
-        trials[trial.number] = trial if whole else trials[trial.number]
+        trials[trial.number] = trial
     return trials
 
 
