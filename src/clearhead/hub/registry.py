@@ -37,7 +37,7 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
         )
     if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(
-            f"config.json has model_type {kind!r:.60}, which is none of the {len(ARCHITECTURES)} architectures "
+            f"config.json has model_type {kind!r:.60}, none of the {len(ARCHITECTURES)} architectures "
             "that clearhead opens: docs/models.md lists them"
         )
     return known[kind]
