@@ -130,7 +130,7 @@ def test_a_slope_is_what_a_small_cut_costs():
     for row, column in run.graph.valid.nonzero()[::9].tolist():
         mask = torch.zeros(1, *run.graph.valid.shape, dtype=torch.float64)
         mask[0, row, column] = small
-        slope = (base - run.measure(Cut(mask, run.values))) / small
+        slope = ((base - run.measure(Cut(mask, run.values))) / small).detach()
         assert float(slope) == pytest.approx(float(eap[row, column]), abs=1e-4)
     starts = [name.endswith("embedding") for name in run.graph.writers]
     whole = METHODS["eap-ig"](run, 40)[:, starts].sum()
@@ -270,7 +270,7 @@ def test_the_command(tmp_path, capsys):
         ("abcd",): "give CORRUPT as well",
         ("abcd", "abcde"): "align",
         ("abcd", "abed", "--path", "0.1 -> 0.0.q"): "name parts in their order",
-        ("abcd", "abed", "--path", "9.1 -> logits"): 'there is no part "9.1"',
+        ("abcd", "abed", "--path", "9.1 -> logits"): 'part "9.1" is not known',
         ("abcd", "abed", "--method", "eap", "--metric", "kl"): "no slope",
         ("abcd", "abed", "--edges", "999"): "this model has 110",
     }.items():

@@ -66,9 +66,9 @@ def circuit(
         position: where the answer is read; -1 is the last token
 
     For example:
-      clearhead circuit my-model/ "Ann met Tom. Ann" "Ann met Tom. Tom" --plot circuit.png
-      clearhead circuit my-model/ --prompts pairs.tsv --method acdc --metric kl --save circuit.json
-      clearhead circuit my-model/ "Paris is in" "Rome is in" --path "0.1 -> 1.0.k -> logits"
+      clearhead circuit my-model/ "Ann met Tom. Ann" "Ann met Tom. Tom"
+      clearhead circuit m/ --prompts pairs.tsv --method acdc --save circuit.json
+      clearhead circuit m/ "Ann left" "Tom left" --path "0.1 -> 1.0.k -> logits"
     """
     refuse(
         path is not None and (clean is None or prompts is not None), "--path takes CLEAN and CORRUPT alone"

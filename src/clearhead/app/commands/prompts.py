@@ -431,9 +431,9 @@ def lens(
 
     For example:
       clearhead lens my-model/ "The cat sat on the" --plot lens.png
-      clearhead lens my-model/ "The cat sat on the" --tuned corpus.txt --save tuned.safetensors
+      clearhead lens m/ "The cat sat" --tuned corpus.txt --save tuned.safetensors
       clearhead lens my-model/ "The cat sat on the" --through tuned.safetensors
-      clearhead lens my-model/ "The cat sat on the" --contributions --against runner-up
+      clearhead lens m/ "The cat sat on the" --contributions --against runner-up
       clearhead lens my-model/ "Ein Hund" --target "A dog" --position 0 --json
     """
     refuse(
