@@ -259,4 +259,4 @@ ATTENTIONS: Registry[Any] = Registry(
 
 def attention_class(spec: StackSpec, layer: int) -> Any:
     """Return the class of the self-attention of a layer."""
-    return ATTENTIONS[spec.positions if spec.positions in ATTENTIONS else spec.kinds[layer].name]
+    return ATTENTIONS[spec.positions if spec.positions == "disentangled" else spec.kinds[layer].name]

@@ -229,7 +229,7 @@ def _writers(model: Transformer) -> Iterator[tuple[Tensor, int]]:
             yield from ((table.weight, 1) for table in tables if table is not None)
         for part in stack.modules():
             if isinstance(part, Attention | RecurrentLayer):
-                yield from _written(part.out)
+                yield from _written(cast(nn.Linear, part.out))
             elif isinstance(part, FeedForward):
                 yield from _written(part.down)
 

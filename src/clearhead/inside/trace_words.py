@@ -198,6 +198,7 @@ feedforward.up_shifted | shift | {rows} {F} | up + {shift} |
     A feature that was not found still lets some of the gate through.
 feedforward.activated | activate | {rows} {F} | {activation}(x) |
     The bend: without it the two linear maps would be one.
+feedforward.out | nothing | B T D | 0 | This block has attention alone.
 feedforward.gated | multiply | {rows} {F} | gate · up |
     The gate lets some features through and holds others back.
 feedforward.down | contract | {rows} D | x · Wd{feedforward_bias} |

@@ -214,7 +214,7 @@ class GatedDelta(nn.Module):
         return self.conv, self.decay_bias, self.log_rate
 
 
-class DeltaLayer(RecurrentLayer, GatedDelta):
+class DeltaLayer(RecurrentLayer, GatedDelta):  # type: ignore[misc]
     """A layer of the gated delta rule in a block."""
 
     def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:

@@ -39,7 +39,7 @@ class RecurrentLayer(nn.Module):
     [B, T, D].
     """
 
-    keeps = ("memory", "tail")  # of the state, in the order of `Kind.state_shapes`
+    keeps: tuple[str, ...] = ("memory", "tail")  # of the state, in the order of `Kind.state_shapes`
 
     def forward(
         self,
@@ -57,7 +57,7 @@ class RecurrentLayer(nn.Module):
             state = RecurrentState()
             for name, kept in zip(names, layer_kv.state):
                 setattr(state, name, kept)
-        y: Tensor = super().forward(x, tokens.real, tokens.documents, state, tap)  # type: ignore[misc]
+        y: Tensor = super().forward(x, tokens.real, tokens.documents, state, tap)
         if isinstance(layer_kv, LayerState):
             layer_kv.keep(*(kept for name in names if (kept := getattr(state, name)) is not None))
         return y
@@ -169,7 +169,7 @@ class ShortConv(nn.Module):
         return tap("out", self.out(z))
 
 
-class ShortConvLayer(RecurrentLayer, ShortConv):
+class ShortConvLayer(RecurrentLayer, ShortConv):  # type: ignore[misc]
     """A gated short convolution in a block."""
 
     keeps = ("tail",)

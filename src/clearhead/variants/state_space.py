@@ -75,7 +75,7 @@ def _by_chunks(
     q, k = (F.pad(x, (0, 0, 0, more)).reshape(B, K, N, C, E) for x in (q, k))
     writes = F.pad(v * dt[..., None], (0, 0, 0, more)).reshape(B, K, G, N, C, V)
     decay, entering, leaving = (
-        x.unflatten(1, (K, G)) for x in decays(F.pad(g, (0, more)).reshape(B, H, N, C), starts)
+        x.reshape(B, K, G, *x.shape[2:]) for x in decays(F.pad(g, (0, more)).reshape(B, H, N, C), starts)
     )
 
     def side_by_side(x: Tensor) -> Tensor:  # the heads of a group, as columns that one k or q meets
@@ -89,16 +89,17 @@ def _by_chunks(
     for end, update in zip(left.unbind(2), updates.unbind(2)):
         states.append(memory)
         memory = memory * end + update
-    recalled = matmul(q, torch.stack(states, dim=2)).unflatten(4, (G, V)).permute(0, 1, 4, 2, 3, 5)
+    recalled = matmul(q, torch.stack(states, dim=2)).reshape(B, K, N, C, G, V).permute(0, 1, 4, 2, 3, 5)
     within = matmul(q, k.mT)[:, :, None] * decay  # B K G N C C
     out = recalled * entering + matmul(within, writes)
-    memory = memory.unflatten(3, (G, V)).transpose(2, 3).reshape(B, H, E, V)
+    memory = memory.reshape(B, K, E, G, V).transpose(2, 3).reshape(B, H, E, V)
     return out.reshape(B, H, N * C, V)[:, :, :T], memory
 
 
 def _grouped(state: Tensor, groups: int) -> Tensor:
     """Lay the states of a group side by side: [B, H, E, V] -> [B, K, E, G·V]."""
-    return state.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
+    B, H, E, V = state.shape
+    return state.reshape(B, groups, H // groups, E, V).transpose(2, 3).flatten(3)
 
 
 class Mamba2(nn.Module):
@@ -163,12 +164,12 @@ class Mamba2(nn.Module):
         gate = tap.step("gate", self.gate(x))
         y = wide(z.reshape(B, T, -1)) * F.silu(wide(gate))
         groups = self.n_groups if self.kind.norm == "groups" else 1
-        scale = self.norm.weight.unflatten(0, (groups, -1))
-        y = rms_norm(y.unflatten(-1, (groups, -1)), scale, self.norm.eps, False).flatten(-2).to(x.dtype)
+        scale = self.norm.weight.view(groups, -1)
+        y = rms_norm(y.view(B, T, groups, -1), scale, self.norm.eps, False).view(y.shape).to(x.dtype)
         return tap("out", self.out(tap.step("concat", y)))
 
 
-class Mamba2Layer(RecurrentLayer, Mamba2):
+class Mamba2Layer(RecurrentLayer, Mamba2):  # type: ignore[misc]
     """A Mamba-2 mixer in a block."""
 
     def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:

@@ -153,7 +153,7 @@ class RaggedRecurrent(Direct, RecurrentLayer):
 
     adapted: AdaptedLayers | None = None  # of the runner, where its steps may have adapters
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         view: masks.View,
