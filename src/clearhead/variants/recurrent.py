@@ -185,16 +185,14 @@ class ShortConvLayer(RecurrentLayer, ShortConv):  # type: ignore[misc]
         D, rows = spec.d_model, run.batch * T
         for part in "kqv":
             yield linear_step(f"{name}.{part}", "attention", rows, D, D, kind.bias, kept=rows * D * run.size)
-        yield convolution_step(run, name, T, D, kind.kernel, kind.bias, bent=False)
+        yield convolution_step(run, name, T, D, kind.kernel, kind.bias)
         yield linear_step(f"{name}.out", "attention", rows, D, D, kind.bias, kept=rows * D * run.size)
 
 
-def convolution_step(
-    run: Pass, name: str, T: int, width: int, kernel: int, bias: bool, bent: bool = True
-) -> Step:
-    """Return the step of a short convolution on rows of T tokens; `bent`: an activation follows."""
+def convolution_step(run: Pass, name: str, T: int, width: int, kernel: int, bias: bool) -> Step:
+    """Return the step of a short convolution on rows of T tokens, and of what reads it."""
     rows = run.batch * T
     # Half precision is widened for each tap. Else the taps are views of one tensor.
     taps = kernel * (rows + 1) if run.size < run.wide else rows + run.batch * (kernel - 1)
-    kept = (taps + (rows if bent else 0)) * width * run.wide
+    kept = (taps + rows) * width * run.wide
     return Step(f"{name}.conv", "attention", (kernel + bias) * width, kept=kept)

@@ -200,7 +200,7 @@ def mamba2_steps(
     square, states = H * slots * C * size, run.batch * N * K * E * G * V * size
     several = 2 if N > 1 else 0
     matmuls: tuple[tuple[str, int, int, int, int, int, int], ...] = (
-        ("updates", K * N, E, G * V, C, several, 3 * H * slots * V * size),
+        ("updates", K * N, E, G * V, C, several, 2 * H * slots * V * size),
         ("recalled", K * N, C, G * V, E, 2 if N > 1 else 1, 2 * states + H * slots * V * size),
         ("scores", K * N, C, C, E, 2, K * slots * (C + 2 * E) * size),
         ("z", H * N, C, V, C, 2, 2 * square + H * slots * V * size),
