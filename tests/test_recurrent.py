@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
 from clearhead.errors import ConfigError
+from clearhead.hub.registry import ARCHITECTURES
 from clearhead.variants.kinds import Mamba2Kind
 from clearhead.variants.state_space import Mamba2, mamba2_steps, ssd
 from clearhead.variants.steps import Pass
@@ -130,6 +131,29 @@ def test_time_grows_with_the_length_alone():
         growth = long.flops.forward_per_token / short.flops.forward_per_token
         assert low <= growth <= high
         assert attention == "full" or short.memory.kv_cache == long.memory.kv_cache
+
+
+PUBLISHED = {
+    "mamba2": (
+        2_702_599_680,  # state-spaces/mamba2-2.7b
+        dict(vocab_size=50288, hidden_size=2560, num_hidden_layers=64, num_heads=80, n_groups=1)
+        | dict(tie_word_embeddings=True),
+    ),
+    "lfm2": (
+        1_170_340_608,  # LFM2-1.2B
+        dict(vocab_size=65536, hidden_size=2048, num_hidden_layers=16, full_attn_idxs=[2, 5, 8, 10, 12, 14]),
+    ),
+    "nemotron_h": (
+        8_100_852_736,  # Nemotron-H-8B
+        dict(hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_size(name):
+    size, theirs = PUBLISHED[name]
+    assert ch.cost(ARCHITECTURES[name].read(theirs), 16).parameters.total == size
 
 
 @pytest.mark.parametrize(

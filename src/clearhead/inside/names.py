@@ -123,9 +123,9 @@ def heads_in(some: Iterable[AttentionName]) -> list[AttentionHead]:
 
 def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]:
     """Return heads by their names; an error lists some that exist."""
-    known = {str(head): head for head in all_heads(config)}
-    heads = []
-    for name in names:
+    wanted, heads = list(names), list[AttentionHead]()
+    known = {str(head): head for head in all_heads(config)} if wanted else {}
+    for name in wanted:
         matched = _NAME.fullmatch(name.strip())
         head = str(AttentionHead(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
         if head not in known:
