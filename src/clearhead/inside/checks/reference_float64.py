@@ -220,13 +220,13 @@ def state_space(inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: Mam
     dt = (inputs.linear(f"{name}.dt", x[real]) + inputs.weight(f"{name}.dt_bias")).exp().log1p()  # T H
     dt = torch.where(dt < kind.dt_min, kind.dt_min, torch.where(dt > kind.dt_max, kind.dt_max, dt))
     kept, skip = (-inputs.weight(f"{name}.log_rate").exp() * dt).exp(), inputs.weight(f"{name}.skip")
-    found = torch.zeros(len(real), H * V).double()
-    for head in range(H):
-        own, shared = slice(head * V, head * V + V), head * K // H
-        memory, part = torch.zeros(E, V).double(), slice(shared * E, shared * E + E)
-        for t in range(len(real)):
-            memory = memory * kept[t, head] + dt[t, head] * torch.outer(k[t, part], v[t, own])
-            found[t, own] = q[t, part] @ memory + skip[head] * v[t, own]
+    v, heads = v.reshape(-1, H, V), [head * K // H for head in range(H)]
+    k, q = (x.reshape(-1, K, E)[:, heads] for x in (k, q))  # T H E
+    found, memory = torch.zeros(len(real), H * V).double(), torch.zeros(H, E, V).double()
+    for t in range(len(real)):
+        write = k[t, :, :, None] * v[t, :, None] * dt[t, :, None, None]
+        memory = memory * kept[t, :, None, None] + write
+        found[t] = ((q[t, :, :, None] * memory).sum(1) + skip[:, None] * v[t]).flatten()
     found = found * silu(inputs.linear(f"{name}.gate", x[real]))
     width = H * V // (K if kind.norm == "groups" else 1)
     for start in range(0, H * V, width):
