@@ -82,10 +82,10 @@ class Mixer:
         """Return the kind that a config.json describes, but for the limits of its steps."""
         values: Json = dict(self.fixed)
         for ours, (key, usual) in self.names.items():
-            part = field(key, ours, usual, {True: True, False: False} if isinstance(usual, bool) else None)
-            values |= part.read(theirs)
-            wrong = not isinstance(values[ours], int) or values[ours] < (not isinstance(usual, bool))
-            refuse_key(wrong, key, values[ours], "this architecture needs 1 at least")
+            if isinstance(usual, bool):  # null is off
+                values[ours] = bool(theirs.get(key, usual))
+            else:
+                values |= field(key, ours, usual, least=1).read(theirs)
         return Mamba2Kind(**values)
 
     def write(self, config: ModelConfig) -> tuple[Mamba2Kind | None, Json]:
@@ -152,6 +152,8 @@ MAMBA2 = Architecture(
         *keys({"norm_eps": "layer_norm_epsilon"}, norm_eps=1e-5, init_std=0.1, tie_embeddings=False),
         ConfigPart(_read_mamba2, _write_mamba2),
         ACTIVATION,
+        # With it, transformers divides some of the weights that it has read.
+        fixed(only={"rescale_prenorm_residual": False}),
     ),
     (*EDGES, *renamed(EDGES, "embedding.", "embeddings."), *FIRST_NORM, *mixer_rules(f"{BACKBONE}.mixer")),
     heads(),
@@ -196,6 +198,12 @@ def _write_bamba(config: ModelConfig) -> Json:
     return {"attn_layer_indices": attends, **written}
 
 
+PART, ROTATION = "partial_rotary_factor", rope(fraction=0.5)
+# transformers reads the key in rope_parameters alone.
+HALF = ConfigPart(
+    lambda theirs: ROTATION.read({key: value for key, value in theirs.items() if key != PART}), ROTATION.write
+)
+
 BAMBA = llama_like(
     "bamba",
     classes("Bamba", sequence=False, token=False),
@@ -204,7 +212,7 @@ BAMBA = llama_like(
     WHOLE_HEADS,
     *ATTENTION_BIAS,
     FEEDFORWARD_BIAS,
-    rope(fraction=0.5),
+    HALF,
     ConfigPart(_read_bamba, _write_bamba),
     rules=(
         *mixer_rules(f"{LAYER}.mamba"),
