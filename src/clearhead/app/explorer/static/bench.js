@@ -1,17 +1,18 @@
 // The bench: two texts, or two models, side by side: tokens laid beside each other, a place on each side, and what differs.
 
 import { jobProgress } from "./atlas.js";
-import { el, figure, percent, press, replace, tokenText } from "./dom.js";
+import { el, figure, percent, points, press, replace, signed, tokenText, wholeWord } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { inputFile } from "./input.js";
 import { asks } from "./query.js";
 import { plainOf } from "./sampling.js";
-import { columnOf } from "./selection.js";
+import { askedOf, columnOf, leadingEdge } from "./selection.js";
 import { unpack } from "./source.js";
 
 const BENCH_PATCHES = { residual: "the stream before it", attention: "what attention adds", feedforward: "what the feed-forward adds" };
 const BENCH_AT_ONCE = 60_000; // tokens of all patched rows that are run without being asked for
 const BENCH_TITLES = { heads: "Head by head, at all tokens", "cross heads": "Heads of cross-attention", residual: "Stream before each layer", attention: "Attention, token by token", cross: "Cross-attention, token by token", feedforward: "Feed-forward, token by token" };
+const BENCH_FIRST = 1e9; // parameters times tokens of a comparison that is made without being asked for
 const BENCH_ROWS = 8;
 const BENCH_SCORES = 4e6; // of all layers and some columns, that are asked for in one piece: they come within 100 ms
 
@@ -46,7 +47,7 @@ export const compareSection = {
     const shown = el("div", { id: "compare-shown" });
     const whichBox = el("div", {}, el("label", { for: "compare-model" }, "Model"), which);
     const textBox = el("div", { class: "grow" }, el("label", { for: "compare-text" }, "Second text (blank: same text)"), text);
-    const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image; none: the same"), image);
+    const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image (none: same image)"), image);
     const controls = el("div", { class: "row toolbar" }, textBox, imageBox, whichBox, go);
     const part = el("select", { id: "patch-part", onchange: () => patched(patchTokens) }, Object.entries(BENCH_PATCHES).map(([value, words]) => el("option", { value }, words)));
     const patchWords = el("div", {});
@@ -86,6 +87,26 @@ export const compareSection = {
       setOther(made);
       app.store.set("second", sent);
       return show();
+    });
+
+    /** A second text to begin with: the first without the word that the answer came from most, else without its last one. */
+    async function suggested(run) {
+      const paths = await app.source.get(`run/${run.run}/paths?${askedOf(app, run)}`).catch(() => null);
+      const edge = paths && leadingEdge(paths.edges);
+      const read = run.source || run.tokens;
+      const place = edge && (run.source ? /^(cross|encoder)/.test(edge.part) : true) ? edge.source : read.labels.length - 1;
+      const word = wholeWord(read, place) || read.labels[place].replace(/^[·▁ ]/, "");
+      const without = word && read.text.includes(word) ? read.text.replaceAll(word, "").replace(/ {2,}/g, " ").trim() : read.text;
+      return without || read.text;
+    }
+
+    /** What is shown before anybody asks: of a small model that is live, the text beside itself without one word. */
+    const askFirst = asks(textBox, () => [app.store.get("run")], () => {}, false);
+    const begin = () => askFirst(async (wait) => {
+      const [run, model] = [app.store.get("run"), app.store.get("model")];
+      if (!run || other || !app.source.live || model.other || model.input !== "tokens" || !model.tokenizer || !root.offsetParent || text.value || run.task === "embed") return;
+      text.value = await wait(suggested(run));
+      if (model.parameters * run.tokens.labels.length < BENCH_FIRST) await send();
     });
 
     /** The second text of the address, or of a file. */
@@ -139,7 +160,7 @@ export const compareSection = {
       const ids = [...new Set([...one.order.slice(0, BENCH_ROWS), ...two.order.slice(0, BENCH_ROWS)])];
       const divergence = one.probabilities.reduce((sum, p, i) => (p > 0 ? sum + p * Math.log2(p / Math.max(two.probabilities[i], 1e-300)) : sum), 0);
       const change = (id) => two.probabilities[id] - one.probabilities[id];
-      const row = (id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || two.names.get(id) || `id ${id}`), [one, two].map((side) => el("td", { class: "number", "data-value": side.probabilities[id] }, percent(side.probabilities[id]))), el("td", { class: `number ${change(id) < 0 ? "less" : "more"}` }, `${change(id) < 0 ? "−" : "+"}${percent(Math.abs(change(id)))}`));
+      const row = (id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || two.names.get(id) || `id ${id}`), [one, two].map((side) => el("td", { class: "number", "data-value": side.probabilities[id] }, percent(side.probabilities[id]))), el("td", { class: `number ${change(id) < 0 ? "less" : "more"}` }, points(change(id))));
       return el(
         "div",
         { class: "wide", tabindex: "0", role: "group", "aria-label": "A versus B" },
@@ -152,7 +173,7 @@ export const compareSection = {
     function signedMap({ id, title, words, values, rows, columns, unit, describe, onPin, most = values.reduce((best, value) => Math.max(best, Math.abs(value || 0)), 1e-9) }) {
       let at = [0, 0];
       const room = Math.max(180, Math.min(640, (root.clientWidth || 700) / (root.clientWidth > 780 ? 2 : 1) - 190));
-      const map = heatmap({ values, painted: values.map((value) => value || 0), rows, columns, room, low: -most, high: most, signed: true, name: `${title}. Arrow keys move from cell to cell, Enter chooses one.`, onCell: (row, column) => { if (row >= 0) at = [row, column]; }, onPin: () => onPin && onPin(...at), describe });
+      const map = heatmap({ values, painted: values.map((value) => value || 0), rows, columns, room, low: -most, high: most, signed: true, upward: true, name: `${title}. Arrow keys move from cell to cell, Enter chooses one.`, onCell: (row, column) => { if (row >= 0) at = [row, column]; }, onPin: () => onPin && onPin(...at), describe });
       map.canvas.dataset.values = JSON.stringify(Array.from(values));
       return el("figure", { id, class: "signed-map" }, el("figcaption", {}, el("h4", {}, title), words ? el("p", { class: "soft" }, words) : null), map.root, most > 1e-9 ? scaleBar(unit, Number((-most).toPrecision(3)), Number(most.toPrecision(3)), true) : el("p", { class: "soft" }, "No difference anywhere."));
     }
@@ -182,7 +203,7 @@ export const compareSection = {
       const rows = Array.from({ length: ours.shape[0] }, (_, layer) => (layer ? `block ${layer - 1}` : "embedding"));
       const values = Float32Array.from(rows.flatMap((_, layer) => columns.map(([mine, other]) => ours.values[layer * ours.shape[1] + mine] - theirs.values[layer * theirs.shape[1] + other])));
       const pin = (_, column) => { if (tokens) { app.store.values.at = columns[column][1]; app.store.set("position", columns[column][0]); app.store.set("selected", {}); show(); } };
-      return signedMap({ id: "bench-lens", title: `Lens: probability of “${label}”, A − B`, words: "What each side would say if it stopped after a layer.", values, rows, columns: names, unit: "difference", onPin: pin, describe: (row, column, value) => `${rows[row]}, ${names[column]}: ${value < 0 ? "−" : "+"}${percent(Math.abs(value))}` });
+      return signedMap({ id: "bench-lens", title: `Lens: probability of “${label}”, A − B`, words: "What each side would say if it stopped after a layer.", values, rows, columns: names, unit: "difference", onPin: pin, describe: (row, column, value) => `${rows[row]}, ${names[column]}: ${points(value)}` });
     }
 
     /** What each head adds to the logit of one answer, A less B. */
@@ -197,7 +218,7 @@ export const compareSection = {
       const at = (row, head) => `${rows[row]}.${head}`;
       const value = (name) => (ours.has(name) && theirs.has(name) ? ours.get(name).value - theirs.get(name).value : NaN);
       const values = Float32Array.from(rows.flatMap((_, row) => Array.from({ length: most }, (_, head) => value(at(row, head)))));
-      return signedMap({ id: "bench-heads", title: `Heads: direct contribution to “${label}”, A − B`, words: "Choose one to open it in the atlas.", values, rows: rows.map((row) => (/\D/.test(row) ? row.replace(".", " ") : `layer ${row}`)), columns: Array.from({ length: most }, (_, head) => String(head)), unit: "logits", onPin: (row, head) => { app.store.set("head", at(row, head)); app.open("attention"); }, describe: (row, head, value) => (Number.isNaN(value) ? "no such head" : `head ${at(row, head)}: ${value < 0 ? "" : "+"}${figure(value)} logits`) });
+      return signedMap({ id: "bench-heads", title: `Heads: direct contribution to “${label}”, A − B`, words: "Choose one to open it in the atlas.", values, rows: rows.map((row) => (/\D/.test(row) ? row.replace(".", " ") : `layer ${row}`)), columns: Array.from({ length: most }, (_, head) => String(head)), unit: "logits", onPin: (row, head) => { app.store.set("head", at(row, head)); app.open("attention"); }, describe: (row, head, value) => (Number.isNaN(value) ? "no such head" : `head ${at(row, head)}: ${signed(value)} logits`) });
     }
 
     const patchPath = (run, kind) => `patch/${other.run}/${kind}?position=${columnOf(run, app.store.get("position"))}${app.store.get("target") === null ? "" : `&token=${app.store.get("target")}`}${app.store.get("foil") === null ? "" : `&against=${app.store.get("foil")}`}`;
@@ -237,7 +258,7 @@ export const compareSection = {
         const name = `${map.part === "cross heads" ? "cross." : map.stack === "encoder" ? "encoder." : ""}${map.rows[row]}.${map.columns[column]}`;
         if (heads) app.store.set("head", name);
         else if (map.stack !== "encoder" && column < run.tokens.labels.length) app.store.set("layer", Math.min(row, app.store.get("model").layers));
-        replace(patchSaid, said(map, row, column, map.values[row][column]), ". ", heads ? el("button", { type: "button", onclick: () => app.open("attention") }, `Open head ${name}`) : null, heads && app.source.live ? el("button", { type: "button", onclick: () => { app.store.set("off", name); app.store.set("how", "second"); app.open("ablate"); } }, "Take it from B instead") : null);
+        replace(patchSaid, said(map, row, column, map.values[row][column]), ". ", heads ? el("button", { type: "button", onclick: () => app.open("attention") }, `Show attention of head ${name}`) : null, heads && app.source.live ? el("button", { type: "button", onclick: () => { app.store.set("off", name); app.store.set("how", "second"); app.open("ablate"); } }, "Take it from B instead") : null);
       };
       replace(
         patchWords,
@@ -311,7 +332,8 @@ export const compareSection = {
       controls.hidden = !app.source.live;
       replace(shown);
     });
-    app.store.listen("run", () => restore());
+    app.store.listen("run", () => restore().then(begin));
+    app.store.listen("view", begin);
     app.store.listen("second", (second) => { if (second && second !== sent) restore(); });
     for (const key of ["position", "at", "target", "foil", "view"]) app.store.listen(key, () => { if (root.offsetParent) show(); });
     app.store.on("theme", () => show());

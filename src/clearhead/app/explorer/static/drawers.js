@@ -10,7 +10,7 @@ import { askedOf } from "./selection.js";
 function drawer(app, root, { id, title, words, keys, load, path = `${id}?` }) {
   const body = el("div", { class: "body" });
   const problem = el("p", { role: "alert", class: "problem" });
-  const box = el("details", { id: `drawer-${id}`, class: "drawer" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
+  const box = el("details", { id: `drawer-${id}`, class: "drawer", open: id === "neurons" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
   const ask = asks(body, () => ["run", ...keys].map((key) => app.store.get(key)), (error) => { replace(body); problem.textContent = error.message; });
   const look = () => {
     const run = app.store.get("run");
