@@ -18,7 +18,7 @@ function ablatePart(name) {
 
 export const ablateSection = {
   id: "ablate",
-  title: "Switch off",
+  title: "Turn off",
   hint: "What does the model say without a part? Each cell is a head, a feed-forward (FF) or a whole layer; its colour says how far the answer moves when it alone is off. Choose parts to switch them off together.",
   applies: (model, live, source, run) => ATLAS_ASKED.includes(model.task) && (live || source.list(`run/${run?.run || "recorded"}/effects/`).length > 0),
 

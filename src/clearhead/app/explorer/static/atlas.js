@@ -9,7 +9,7 @@ export const ATLAS_COLOURS = {
   pattern: { title: "attention pattern" },
   role: { title: "role" },
   direct: { title: "direct contribution", unit: "logits", signed: true },
-  off: { title: "effect of switching off", unit: "bits (KL divergence)" },
+  off: { title: "effect of turning off", unit: "bits (KL divergence)" },
   patch: { title: "patch score", unit: "share that comes back", signed: true },
   entropy: { title: "entropy", unit: "bits" },
 };

@@ -33,7 +33,7 @@ function benchAligned(ours, theirs) {
 
 export const compareSection = {
   id: "compare",
-  title: "A / B",
+  title: "Compare",
   hint: "A second text, or a second model (clearhead explore DIR --compare OTHER), next to the first: where do they part, and which part of A brings its answer back in B?",
   applies: (model, live, source, run) =>
     (live && model.input !== "frames") || (source.has("second") && (!run || run.run === "recorded")),

@@ -80,7 +80,7 @@ function steerDrawer(app) {
 
   app.store.on("model", (model) => { layer.max = Math.max(model.layers - 1, 0); layer.value = Math.floor(model.layers / 2); });
   app.store.listen("run", () => replace(out));
-  return el("details", { id: "drawer-steer", class: "drawer" }, el("summary", {}, "Steer it"), el("p", { class: "soft" }, "The stream after a layer at the end of one text, less that of another, is added at every token while the model goes on with yours."), el("div", { class: "row" }, field("steer-toward", "Toward", toward), field("steer-away", "Away from", away)), el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "steer-layer" }, "Layer"), layer), el("div", { class: "slider" }, el("label", { for: "steer-strength" }, "Strength ", shown), strength), go), problem, out);
+  return el("details", { id: "drawer-steer", class: "drawer" }, el("summary", {}, "Steer the model"), el("p", { class: "soft" }, "The stream after a layer at the end of one text, less that of another, is added at every token while the model goes on with yours."), el("div", { class: "row" }, field("steer-toward", "Toward", toward), field("steer-away", "Away from", away)), el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "steer-layer" }, "Layer"), layer), el("div", { class: "slider" }, el("label", { for: "steer-strength" }, "Strength ", shown), strength), go), problem, out);
 }
 
 export const drawersSection = {

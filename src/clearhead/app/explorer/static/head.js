@@ -16,16 +16,16 @@ function headFirst(model) {
 
 export const headSection = {
   id: "head",
-  title: "Inside a head",
-  hint: "How one head decides where the chosen token looks, and what it takes from there. A row is a token that it may look at; go from stop to stop.",
+  title: "Step through",
+  hint: "How one head decides where the chosen token looks, and what it takes from there. A row is a token that it may look at; go from step to step.",
   applies: (model) => model.attentions.some((entry) => entry.pattern !== false && entry.heads > 0),
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
     const which = el("h3", { id: "head-which" });
-    const stops = el("ol", { class: "stops", "aria-label": "Stops" });
+    const stops = el("ol", { class: "stops", "aria-label": "Steps" });
     const words = el("div", { id: "head-words", "aria-live": "polite" });
-    const table = el("div", { class: "wide", id: "head-table", tabindex: "0", role: "group", "aria-label": "Numbers at each stop" });
+    const table = el("div", { class: "wide", id: "head-table", tabindex: "0", role: "group", "aria-label": "Numbers at each step" });
     const recorded = el("p", { class: "soft", id: "head-recorded" });
     replace(root, problem, recorded, which, stops, el("div", { class: "head-panes" }, table, words));
     let body = null;
@@ -72,9 +72,9 @@ export const headSection = {
       if (app.source.has(`run/${run.run}/stops/${wanted}`)) return wanted;
       const there = app.source.list(`run/${run.run}/stops/`);
       const found = there.filter((path) => path.startsWith(`${name}/`)).sort((a, b) => Math.abs(a.split("/")[1] - reader) - Math.abs(b.split("/")[1] - reader))[0] || there[0];
-      if (!found) throw new Error("the inside of heads was not recorded in this file");
+      if (!found) throw new Error("the steps of heads were not recorded in this file");
       const [head, place] = found.split("/");
-      replace(recorded, head === name ? `In this file, head ${name} can be looked into at token ${place} only.` : `In this file, the inside of head ${name} is not recorded; this is head ${head}.`);
+      replace(recorded, head === name ? `In this file, head ${name} can be stepped through at token ${place} only.` : `In this file, the steps of head ${name} are not recorded; this is head ${head}.`);
       return found;
     }
 

@@ -288,7 +288,7 @@ export const inputSection = {
           const colour = value === null ? null : signedColour((0.85 * value) / most);
           chip.style.background = colour ? css(colour) : "";
           chip.style.color = colour ? inkOn(colour) : "";
-          if (value !== null) { chip.dataset.gave = String(value); chip.title = `gave ${figure(value)} logits to ${found.choice}`; }
+          if (value !== null) { chip.dataset.gave = String(value); chip.title = `contributed ${figure(value)} logits to ${found.choice}`; }
         }
       }
       tinted.hidden = !found;
@@ -297,8 +297,8 @@ export const inputSection = {
       const edge = leadingEdge(found.edges);
       const run = app.store.get("run");
       const from = edge && (/^[a-z]/.test(edge.part) ? run.source : run.tokens).labels[edge.source];
-      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " moved most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
-      replace(tinted, lead, "Tinted: what heads moved from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
+      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " contributed most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
+      replace(tinted, lead, "Tinted: what heads carried from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
     }
 
     function markChosen() {

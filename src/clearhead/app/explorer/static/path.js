@@ -249,7 +249,7 @@ export const pathSection = {
       const room = shownWide || 860;
       const columns = pathColumns(run, edges, reader, room);
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
-      left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that gave most.` : "";
+      left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that contributed most.` : "";
       asksFor = columns.filter((one) => one.side === "main").map((one) => pathColumn(run, one.place, reader)).filter((place) => place >= 0);
       drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: pathTall(picture, room), word: (one) => wholeWord(one.side === "source" ? run.source : run.tokens, one.place), gave: { main: body.sources, source: body.memory || [] }, choose });
       showFinding(direct);

@@ -28,8 +28,9 @@ const playBetween = (from, to, t) => from + (to - from) * t;
 
 class PlayData {
   constructor(app, run, changed) {
-    [this.app, this.run, this.model, this.changed] = [app, run, app.store.get("model"), changed];
+    [this.app, this.run, this.model, this.changed, this.asked] = [app, run, app.store.get("model"), changed, askedOf(app, run)];
     this.bodies = new Map();
+    this.errors = new Map(); // by path: why it cannot be had
     this.position = app.store.get("position");
     this.column = columnOf(run, this.position);
     this.read = run.source || run.tokens;
@@ -54,7 +55,7 @@ class PlayData {
   got(path) {
     if (!this.bodies.has(path)) {
       this.bodies.set(path, null);
-      this.app.source.get(`run/${this.run.run}/${path}`).then((body) => { this.bodies.set(path, body); this.changed(); }, () => {});
+      this.app.source.get(`run/${this.run.run}/${path}`).then((body) => { this.bodies.set(path, body); this.changed(); }, (error) => { this.errors.set(path, error.message); this.changed(); });
     }
     return this.bodies.get(path);
   }
@@ -291,7 +292,7 @@ function playFeedforward(stage, data, t) {
 
 /** The stream: what attention and feed-forwards of each layer have added to the score of the answer so far. */
 function playStream(stage, data, t) {
-  const body = data.got(`contributions?${data.asked()}`);
+  const body = data.got(`contributions?${data.asked}`);
   if (!body) return;
   const levels = [{ name: "embedding", value: 0 }];
   for (const term of body.terms) {
@@ -367,9 +368,17 @@ function playVector(stage, data, t) {
 // The scenes ------------------------------------------------------------------------------------------------
 
 const PLAY_EMBEDDED = ["front.tokens", "front.class_token", "front.project"];
+const playSentence = (text) => text[0].toUpperCase() + text.slice(1);
 const playQuoted = (text) => `“${text}”`;
 const playAttention = (kind) => ({ encoder: "Encoder: ", cross: "Cross-attention: ", self: "" })[kind];
 const playPart = (head) => { const [, own, layer] = head.match(/^(?:(encoder|cross)\.)?(\d+)\./); return `${own === "encoder" ? "encoder." : ""}blocks.${layer}.${own === "cross" ? "cross" : "attention"}`; };
+
+/** By what the scores are multiplied before anything else, in words; nothing where they stay as they are. */
+function playScale({ products, scaled }) {
+  const at = products && scaled ? products.findIndex((value) => Math.abs(value) > 1e-3) : -1;
+  const scale = at < 0 ? 1 : scaled[at] / products[at];
+  return Math.abs(scale - 1) < 1e-3 ? "" : `Each score is multiplied by ${figure(scale)}, so that long vectors do not drown the rest; `;
+}
 
 /**
  * One row a scene: `title`; `steps`, endings of the step whose formula and shape are shown; `words(data)`, a sentence with the numbers of
@@ -380,7 +389,7 @@ const PLAY_SCENES = [
   { id: "embeddings", title: "Embeddings", steps: PLAY_EMBEDDED, draw: (stage, data, t) => playVectors(stage, data, t, data.step(PLAY_EMBEDDED)), words: (data) => `Each ${data.image ? "patch" : "token"} becomes a vector of ${data.model.d_model} numbers; the first ${PLAY_NUMBERS} are drawn, blue above zero and red below. ${data.image ? "They are made from its pixels." : "They were learned in training."}` },
   { id: "positions", title: "Positions", steps: ["embedding.placed", "q_rotated", "biased"], draw: playPositions, words: (data) => ({ placed: "A second vector, one for each position, is added to the first: now order counts.", q_rotated: "Queries and keys turn by an angle that grows with the position: the score of two tokens then depends on how far apart they are.", biased: "Scores fall with the distance between two tokens: near ones count more." })[data.step(["embedding.placed", "q_rotated", "biased"]).name.split(".").at(-1)] },
   { id: "scores", kinds: true, title: "Queries · keys", steps: ["scores"], draw: playScores, words: (data, kind, body) => `${playQuoted(body.label)} asks with its query; every token answers with its key. The product of the two says how well they fit${body.products ? `: ${figure(body.products[body.shares.indexOf(Math.max(...body.shares))])} for ${playQuoted(body.columns[body.shares.indexOf(Math.max(...body.shares))])}` : ""}.` },
-  { id: "softmax", kinds: true, title: "Scale, mask, softmax", steps: ["pattern"], draw: playSoftmax, words: (data, kind, body) => `The scores are divided by √${Math.round(data.model.d_model / data.model.n_heads)}${kind === "self" && data.model.family === "decoder" ? ", what comes later is hidden" : ""}, and softmax makes shares of 1 of them: ${percent(Math.max(...body.shares))} goes to ${playQuoted(body.columns[body.shares.indexOf(Math.max(...body.shares))])}.` },
+  { id: "softmax", kinds: true, title: "Scale, mask, softmax", steps: ["pattern"], draw: playSoftmax, words: (data, kind, body) => playSentence(`${playScale(body)}${kind === "self" && data.model.family === "decoder" ? "what comes later is hidden, and " : ""}softmax turns the scores into shares of 1: ${percent(Math.max(...body.shares))} goes to ${playQuoted(body.columns[body.shares.indexOf(Math.max(...body.shares))])}.`) },
   { id: "values", kinds: true, title: "Values", steps: ["z"], draw: playValues, words: (data, kind, body) => `Each token also has a value: what it passes on. The head takes the sum of all values, each times its share, to ${playQuoted(body.label)}.` },
   { id: "heads", kinds: true, title: "Heads", steps: ["out"], draw: playHeads, words: (data, kind) => `This happens in ${data.model.attentions.filter((entry) => entry.kind === kind).reduce((sum, entry) => sum + entry.heads, 0)} heads, each with its own queries, keys and values. A small picture is where one head looks; the outlined one was shown before.` },
   { id: "feedforward", title: "Feed-forward", steps: ["0.feedforward.activated"], draw: playFeedforward, words: (data) => `Between attentions each token is worked on by itself: its vector is widened to ${data.step(["0.feedforward.activated"]).shape.at(-1)} neurons, few of which fire, and made narrow again.` },
@@ -400,7 +409,7 @@ function playScenes(data) {
     const step = data.step(kind ? row.steps.map((name) => `${playPart(data.head(kind).split("/")[0])}.${name}`) : row.steps);
     const title = typeof row.title === "function" ? row.title(data) : `${kind && data.kinds.length > 1 ? playAttention(kind) : ""}${row.title}`;
     const body = () => (kind && row.id !== "heads" ? playStops(data, kind) : {});
-    return { id: kind ? `${row.id}-${kind}` : row.id, title, step, there: Boolean(step) && (!row.when || row.when(data)), words: () => (body() ? row.words(data, kind, body()) : "…"), draw: (stage, t) => row.draw(stage, data, t, kind) };
+    return { id: kind ? `${row.id}-${kind}` : row.id, title, step, there: Boolean(step) && (!row.when || row.when(data)), words: () => (body() ? row.words(data, kind, body()) : data.errors.get(`stops/${data.head(kind)}`) || "…"), draw: (stage, t) => row.draw(stage, data, t, kind) };
   }).filter((scene) => scene.there);
 }
 
@@ -505,10 +514,8 @@ export const playSection = {
     /** The scenes of the run that is shown; their numbers come as they are asked for. */
     async function load() {
       const run = app.store.get("run");
-      if (!run || !seen() || (data && data.run === run && data.position === app.store.get("position") && data.asked() === askedOf(app, run))) return;
+      if (!run || !seen() || (data && data.run === run && data.position === app.store.get("position") && data.asked === askedOf(app, run))) return;
       const own = new PlayData(app, run, () => { if (data === own) show(); });
-      const asked = askedOf(app, run);
-      own.asked = () => asked;
       data = own;
       problem.textContent = "";
       const trace = await app.source.get(`run/${run.run}/trace`).catch((error) => { if (data === own && !error.dropped) problem.textContent = error.message; return null; });
