@@ -89,9 +89,6 @@ def test_sampling_beside_the_answer_and_writing_on(live):
     seen.look("answer", "[data-id]")
     seen.page.fill("#next-temperature-here", "0.5")
     assert seen.page.input_value("#next-temperature") == "0.5"
-    body = seen.page.evaluate(
-        "(run => clearhead.source.get(`run/${run.run}/next?position=${run.position}`))(clearhead.store.get('run'))"
-    )
     m = toy("decoder")
     run = begin(m, seen.page.evaluate("clearhead.store.get('run').tokens.text"))
     logits = run.scores(len(run.prepared.tokens) - 1).double()
