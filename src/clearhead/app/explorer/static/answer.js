@@ -14,7 +14,7 @@ const ANSWER_ASKED = { next: (label) => ["After ", label, " comes"], fill: (labe
 export const answerSection = {
   id: "answer",
   title: "Answer",
-  hint: "Choose one to see where it came from; “compare with” asks why this one and not that.",
+  hint: "Choose one to explain it; “compare with” asks why not another.",
   applies: (model) => model.task !== "embed",
 
   mount(root, app) {
@@ -30,7 +30,7 @@ export const answerSection = {
     };
     const go = el("button", { type: "button", id: "answer-continue", onclick: () => writeOn() }, "Continue");
     const sampling = el("details", { id: "answer-sampling", open: matchMedia("(min-width: 62rem)").matches }, el("summary", {}, "Sampling"), el("div", { class: "answer-sliders" }, Object.values(sliders).map((slider) => slider.root)), el("p", { class: "soft" }, term("temperature", "Temperature"), ", ", term("top-k"), " and ", term("top-p"), " decide how boldly the next token is drawn."));
-    replace(root, words, list, more, el("div", { class: "answer-write" }, go, sampling));
+    replace(root, el("div", { class: "row answer-head" }, words, go), list, more, sampling);
     let writing = false;
     const dice = diceFrom(0);
     roving(list, "button");

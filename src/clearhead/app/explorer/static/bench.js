@@ -1,7 +1,7 @@
 // The bench: two texts, or two models, side by side: tokens laid beside each other, a place on each side, and what differs.
 
 import { jobProgress } from "./atlas.js";
-import { el, figure, percent, points, press, replace, signed, tokenText, wholeWord } from "./dom.js";
+import { el, figure, percent, points, press, replace, signed, tokenText } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { inputFile } from "./input.js";
 import { asks } from "./query.js";
@@ -12,6 +12,7 @@ import { unpack } from "./source.js";
 const BENCH_PATCHES = { residual: "the stream before it", attention: "what attention adds", feedforward: "what the feed-forward adds" };
 const BENCH_AT_ONCE = 60_000; // tokens of all patched rows that are run without being asked for
 const BENCH_TITLES = { heads: "Head by head, at all tokens", "cross heads": "Heads of cross-attention", residual: "Stream before each layer", attention: "Attention, token by token", cross: "Cross-attention, token by token", feedforward: "Feed-forward, token by token" };
+const BENCH_TRIED = 12; // tokens that are tried in the place of another
 const BENCH_FIRST = 1e9; // parameters times tokens of a comparison that is made without being asked for
 const BENCH_ROWS = 8;
 const BENCH_SCORES = 4e6; // of all layers and some columns, that are asked for in one piece: they come within 100 ms
@@ -89,18 +90,23 @@ export const compareSection = {
       return show();
     });
 
-    /** A second text to begin with: the first without the word that the answer came from most, else without its last one. */
+    /** A second text to begin with: the token that the answer came from is another one everywhere, which the model finds likely too, so that both have as many tokens. */
     async function suggested(run) {
-      const paths = await app.source.get(`run/${run.run}/paths?${askedOf(app, run)}`).catch(() => null);
+      const [paths, next] = await Promise.all([`paths?${askedOf(app, run)}`, `next?position=${columnOf(run, app.store.get("position"))}`].map((path) => app.source.get(`run/${run.run}/${path}`).catch(() => null)));
       const edge = paths && leadingEdge(paths.edges);
       const read = run.source || run.tokens;
-      const place = edge && (run.source ? /^(cross|encoder)/.test(edge.part) : true) ? edge.source : read.labels.length - 1;
-      const word = wholeWord(read, place) || read.labels[place].replace(/^[·▁ ]/, "");
-      const without = word && read.text.includes(word) ? read.text.replaceAll(word, "").replace(/ {2,}/g, " ").trim() : read.text;
-      return without || read.text;
+      const place = edge && (!run.source || /^(cross|encoder)/.test(edge.part)) ? edge.source : read.labels.length - 1;
+      const same = read.ids.flatMap((id, at) => (id === read.ids[place] && read.spans[at]?.[1] > read.spans[at]?.[0] ? [at] : []));
+      for (const label of (next?.labels || []).filter((one) => one !== read.labels[place] && /^[·▁ ]\p{L}+$/u.test(one)).slice(0, BENCH_TRIED)) {
+        const letters = Array.from(read.text);
+        for (const at of [...same].reverse()) letters.splice(read.spans[at][0], read.spans[at][1] - read.spans[at][0], ...(/^\s/.test(letters[read.spans[at][0]]) ? " " : ""), ...label.slice(1));
+        const { tokens } = await app.source.post("tokens", { text: letters.join("") });
+        if (tokens.labels.length === read.labels.length) return letters.join("");
+      }
+      return read.text;
     }
 
-    /** What is shown before anybody asks: of a small model that is live, the text beside itself without one word. */
+    /** What is shown before anybody asks: of a small model that is live, the text beside itself with one token changed. */
     const askFirst = asks(textBox, () => [app.store.get("run")], () => {}, false);
     const begin = () => askFirst(async (wait) => {
       const [run, model] = [app.store.get("run"), app.store.get("model")];
@@ -160,12 +166,12 @@ export const compareSection = {
       const ids = [...new Set([...one.order.slice(0, BENCH_ROWS), ...two.order.slice(0, BENCH_ROWS)])];
       const divergence = one.probabilities.reduce((sum, p, i) => (p > 0 ? sum + p * Math.log2(p / Math.max(two.probabilities[i], 1e-300)) : sum), 0);
       const change = (id) => two.probabilities[id] - one.probabilities[id];
-      const row = (id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || two.names.get(id) || `id ${id}`), [one, two].map((side) => el("td", { class: "number", "data-value": side.probabilities[id] }, percent(side.probabilities[id]))), el("td", { class: `number ${change(id) < 0 ? "less" : "more"}` }, points(change(id))));
+      const row = (id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || two.names.get(id) || `id ${id}`), [one, two].map((side) => el("td", { class: "number", "data-value": side.probabilities[id] }, percent(side.probabilities[id]))), el("td", { class: `number ${change(id) < 0 ? "less" : "more"}` }, points(change(id)).replace(" points", "")));
       return el(
         "div",
         { class: "wide", tabindex: "0", role: "group", "aria-label": "A versus B" },
         el("p", {}, `Read at “${ours.columns[placeOf(ours)]}” and “${theirs.columns[placeOf(theirs)]}”. KL divergence of B from A: `, el("strong", { id: "compare-kl", "data-value": divergence }, `${figure(divergence)} bits`)),
-        el("table", { id: "compare-table" }, el("thead", {}, el("tr", {}, ["choice", "A", "B", "B − A"].map((name, place) => el("th", { class: place ? "number" : null }, name)))), el("tbody", {}, ids.map(row))),
+        el("table", { id: "compare-table" }, el("thead", {}, el("tr", {}, ["choice", "A", "B", "B − A, points"].map((name, place) => el("th", { class: place ? "number" : null }, name)))), el("tbody", {}, ids.map(row))),
       );
     }
 

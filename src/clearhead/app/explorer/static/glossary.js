@@ -49,7 +49,7 @@ const GLOSSARY = {
   vocabulary: "All tokens that the model knows.",
 };
 
-const GLOSSARY_WORDS = new RegExp(`(?<![\\p{L}·-]|arrow )(${Object.keys(GLOSSARY).sort((a, b) => b.length - a.length).join("|")})(?![\\p{L}-])`, "giu");
+const GLOSSARY_WORDS = new RegExp(`(?<![\\p{L}·-]|arrow |shift )(${Object.keys(GLOSSARY).sort((a, b) => b.length - a.length).join("|")})(?![\\p{L}-])`, "giu");
 const GLOSSARY_OF = new Map(Object.keys(GLOSSARY).map((word) => [word.toLowerCase(), word]));
 
 const idOf = (word) => `word-${word.toLowerCase().replaceAll(/[^a-z]+/g, "-")}`;

@@ -155,7 +155,7 @@ function playPositions(stage, data, t) {
     const y = stage.height * 0.5;
     const angle = place * playTurn(t, number, shown.length); // of the fastest pair of a query: one radian a token
     stage.box(x - radius, y - radius, 2 * radius, 2 * radius, null, { radius, stroke: stage.looks.line });
-    stage.curve(x, y, x + radius * Math.cos(angle), y - radius * Math.sin(angle), 3, stage.looks.accent);
+    stage.line(x, y, x + radius * Math.cos(angle), y - radius * Math.sin(angle), 3, stage.looks.accent);
     stage.text(String(place), x, y - radius - 14, { size: 12, colour: stage.looks.soft });
   });
   return null;
@@ -202,14 +202,14 @@ function playSoftmax(stage, data, t, kind) {
   const body = playStops(data, kind);
   if (!body) return;
   const { shown } = playKeys(stage, data, body);
-  const high = stage.floor - 120;
+  const high = stage.floor - (stage.narrow ? 140 : 120);
   const levels = [body.products || body.shares, body.scaled || body.shares, body.masked || body.shares, body.shares];
   const names = ["q · k", "scaled", "masked", "softmax: shares of 1"];
   const at = Math.min(3, t * 3.6);
   const [from, part] = [Math.min(2, Math.floor(at)), Math.min(1, at - Math.min(2, Math.floor(at)))];
   const scale = (values) => Math.max(...shown.map(({ place }) => Math.abs(values[place] ?? 0)), 1e-9);
   const [first, second] = [levels[from], levels[from + 1]];
-  stage.text(names[part > 0.5 ? from + 1 : from], 20, 26, { align: "left", family: "sans", weight: 700, size: 15 });
+  stage.text(names[part > 0.5 ? from + 1 : from], 20, stage.narrow ? 56 : 26, { align: "left", family: "sans", weight: 700, size: 15 });
   shown.forEach(({ place, label, x, room }) => {
     const value = (part > 0.5 ? second : first)[place];
     const tall = Math.abs(playBetween(high * Math.abs(first[place] ?? 0) / scale(first), high * Math.abs(second[place] ?? 0) / scale(second), playEase(part)));
@@ -318,7 +318,7 @@ function playStream(stage, data, t) {
     }
     stage.box(x(one.sum) - 4, y(number) - 4, 8, 8, one.value < 0 ? stage.looks.wrong : stage.looks.accent, { alpha: here });
   });
-  stage.text(`logit of “${body.choice}”: ${figure(body.logit)}`, stage.width - 20, 16, { align: "right", weight: 700, alpha: playPhase(t, 0.8, 1), most: stage.width - 40 });
+  stage.text(`logit of “${body.choice}”${body.centred ? ", above the mean of all" : ""}: ${figure(body.logit)}`, stage.width - 20, 16, { align: "right", weight: 700, alpha: playPhase(t, 0.8, 1), most: stage.width - 40 });
 }
 
 /** What the model would say after each layer. */

@@ -68,7 +68,15 @@ export class PlayStage {
     this.context.globalAlpha = 1;
   }
 
-  /** A curve from below to above. */
+  line(x1, y1, x2, y2, width, colour) {
+    Object.assign(this.context, { strokeStyle: colour, lineWidth: width, lineCap: "round" });
+    this.context.beginPath();
+    this.context.moveTo(x1, y1);
+    this.context.lineTo(x2, y2);
+    this.context.stroke();
+  }
+
+  /** A curve from below to above; `upTo` is the share of it that is there. */
   curve(x1, y1, x2, y2, width, colour, alpha = 1, upTo = 1) {
     if (alpha < 0.02 || upTo <= 0) return;
     const context = this.context;
