@@ -9,7 +9,10 @@ pytestmark = pytest.mark.ledger("F2")
 STATE = "() => ({at: document.querySelector('.play-scenes [aria-pressed=true]')?.dataset.scene,"
 STATE += " scrub: Number(document.getElementById('play-scrub').value),"
 STATE += " painted: (() => { const stage = document.getElementById('play-stage');"
-STATE += " return stage.getContext('2d').getImageData(0, 0, stage.width, stage.height).data.some(Boolean);"
+STATE += " const copy = document.createElement('canvas').getContext('2d', {willReadFrequently: true});"
+STATE += (
+    " copy.drawImage(stage, 0, 0, 300, 150); return copy.getImageData(0, 0, 300, 150).data.some(Boolean);"
+)
 STATE += " })()})"
 WORDS = "document.getElementById('play-words').textContent"
 STOPS = """([prefix, kind]) => {

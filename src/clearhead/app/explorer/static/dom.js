@@ -49,7 +49,7 @@ export function replace(node, ...children) {
  */
 export function roving(node, selector) {
   const all = () => [...node.querySelectorAll(selector)].filter((one) => !one.closest("[hidden]") && !one.disabled);
-  const settle = (here) => { for (const one of all()) one.tabIndex = one === here ? 0 : -1; };
+  const settle = (here) => { for (const one of node.querySelectorAll(selector)) one.tabIndex = one === here ? 0 : -1; };
   const start = () => { const there = all(); settle(there.find((one) => one === document.activeElement) || there.find((one) => one.matches('[aria-current], [aria-pressed="true"]')) || there[0]); };
   node.addEventListener("focusin", (event) => { if (event.target.matches(selector)) settle(event.target); });
   node.addEventListener("keydown", (event) => {
@@ -104,7 +104,7 @@ export function bytes(value) {
 /** A percentage. */
 export function percent(value) {
   if (value === null || value === undefined) return "–";
-  if (value >= 0.001) return `${(100 * value).toFixed(1)} %`;
+  if (value >= 0.00995) return `${(100 * value).toFixed(1)} %`;
   return value >= 1e-6 || value === 0 ? `${Number((100 * value).toPrecision(2))} %` : "< 0.0001 %";
 }
 

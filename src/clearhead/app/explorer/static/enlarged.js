@@ -44,7 +44,7 @@ function attentionLines(matrix, rows, columns, chosen, room, drawnAs = matrix) {
   );
 }
 
-const SINK_SHARE = 0.3; // of all attention, on the first token, from which it is a sink
+const SINK_SHARE = 0.4; // of all attention, on the first token, from which it is a sink
 const SINK_DIMMED = 0.25; // of its colour, that stays
 
 /** Attention with the first column drawn faint where much of it rests there; the same matrix where that is not so. */
