@@ -239,5 +239,5 @@ def test_a_file_of_the_command_has_examples_too(offline, tmp_path):
     said = seen.page.locator(".path-said").inner_text()
     assert said.startswith(f"Head {best.part} ") and f"(token {best.source}): the strongest link" in said
     beside = seen.page.locator("#input-tinted").inner_text()  # and beside the text, on every view
-    assert beside.startswith(f"Head {best.part} moved most to ") and f" ({best.source})." in beside
+    assert beside.startswith(f"Head {best.part} contributed most to ") and f" ({best.source})." in beside
     assert (seen.wrong, tried) == ([], [])

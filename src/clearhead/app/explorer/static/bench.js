@@ -58,6 +58,7 @@ export const compareSection = {
     replace(root, controls, problem, shown);
     const readThrough = new Set(); // runs of which the lens of some choice was read at every column
     let other = null; // the second run
+    let suggestion = null; // the second run, where nobody has asked for it
     let sent = null; // the text that it was made of
     let frame = null; // of both runs: their tokens, and where the rest goes
 
@@ -71,7 +72,7 @@ export const compareSection = {
 
     /** Let the model read the second text: what was asked for last counts, whatever A is by then. */
     const askSecond = asks(controls, () => [app.source], (error) => { problem.textContent = error.message; });
-    const send = () => askSecond(async (wait) => {
+    const send = (asked = true) => askSecond(async (wait) => {
       problem.textContent = "";
       const run = app.store.get("run");
       const model = app.store.get("model");
@@ -83,10 +84,14 @@ export const compareSection = {
       else if (first.text) body.text = first.text;
       else body.ids = first.ids;
       const made = await wait(app.source.post("run", body));
-      sent = body.text || null;
       app.store.values.at = null;
-      setOther(made);
-      app.store.set("second", sent);
+      suggestion = asked ? null : made;
+      if (!asked) other = made; // it is in no address and in no file
+      else {
+        sent = body.text || null;
+        setOther(made);
+        app.store.set("second", sent);
+      }
       return show();
     });
 
@@ -111,8 +116,10 @@ export const compareSection = {
     const begin = () => askFirst(async (wait) => {
       const [run, model] = [app.store.get("run"), app.store.get("model")];
       if (!run || other || !app.source.live || model.other || model.input !== "tokens" || !model.tokenizer || !root.offsetParent || text.value || run.task === "embed") return;
-      text.value = await wait(suggested(run));
-      if (model.parameters * run.tokens.labels.length < BENCH_FIRST) await send();
+      const found = await wait(suggested(run));
+      if (text.value || other) return; // somebody was quicker
+      text.value = found;
+      if (model.parameters * run.tokens.labels.length < BENCH_FIRST) await send(false);
     });
 
     /** The second text of the address, or of a file. */
@@ -264,7 +271,7 @@ export const compareSection = {
         const name = `${map.part === "cross heads" ? "cross." : map.stack === "encoder" ? "encoder." : ""}${map.rows[row]}.${map.columns[column]}`;
         if (heads) app.store.set("head", name);
         else if (map.stack !== "encoder" && column < run.tokens.labels.length) app.store.set("layer", Math.min(row, app.store.get("model").layers));
-        replace(patchSaid, said(map, row, column, map.values[row][column]), ". ", heads ? el("button", { type: "button", onclick: () => app.open("attention") }, `Show attention of head ${name}`) : null, heads && app.source.live ? el("button", { type: "button", onclick: () => { app.store.set("off", name); app.store.set("how", "second"); app.open("ablate"); } }, "Take it from B instead") : null);
+        replace(patchSaid, said(map, row, column, map.values[row][column]), ". ", heads ? el("button", { type: "button", onclick: () => app.open("attention") }, `Show attention of head ${name}`) : null, heads && app.source.live ? el("button", { type: "button", onclick: () => { setOther(other); app.store.set("off", name); app.store.set("how", "second"); app.open("ablate"); } }, "Take it from B instead") : null);
       };
       replace(
         patchWords,
@@ -338,7 +345,10 @@ export const compareSection = {
       controls.hidden = !app.source.live;
       replace(shown);
     });
-    app.store.listen("run", () => restore().then(begin));
+    app.store.listen("run", () => {
+      if (other && other === suggestion) [other, suggestion, text.value] = [null, null, ""]; // it was made of the text before
+      return restore().then(begin);
+    });
     app.store.listen("view", begin);
     app.store.listen("second", (second) => { if (second && second !== sent) restore(); });
     for (const key of ["position", "at", "target", "foil", "view"]) app.store.listen(key, () => { if (root.offsetParent) show(); });
