@@ -115,7 +115,7 @@ export const compareSection = {
     const askFirst = asks(textBox, () => [app.store.get("run")], () => {}, false);
     const begin = () => askFirst(async (wait) => {
       const [run, model] = [app.store.get("run"), app.store.get("model")];
-      if (!run || other || !app.source.live || model.other || model.input !== "tokens" || !model.tokenizer || !root.offsetParent || text.value || run.task === "embed") return;
+      if (!run || other || !app.source.live || model.other || model.input !== "tokens" || !model.tokenizer || !root.offsetParent || text.value || run.source || run.task === "embed") return;
       const found = await wait(suggested(run));
       if (text.value || other) return; // somebody was quicker
       text.value = found;
