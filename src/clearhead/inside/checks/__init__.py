@@ -9,6 +9,7 @@ its dtype.
     long         the same on long inputs, past every length at which a model changes what it does
     rows         kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler;
                  accumulated gradients, resumed runs
+    features     a dictionary computes its formula; in a model, with its error, it changes nothing
 """
 
 import time
@@ -18,6 +19,7 @@ import torch
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
+from clearhead.inside.checks.features import feature_rows
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
 from clearhead.inside.checks.rows import (
     LARGE,
@@ -88,6 +90,7 @@ def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
         *forward_rows(inputs),
         *training_rows(inputs),
         *inside_rows(inputs, compile),
+        *feature_rows(inputs),
     ]
 
 
