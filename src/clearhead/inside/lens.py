@@ -22,7 +22,7 @@ Only K of the N choices are kept, layer by layer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -35,7 +35,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.inputs import CachedPass, Choices, choices_of, find_column
-from clearhead.inside.logit_attribution import LogitQuery, Term, parts_of, terms_of
+from clearhead.inside.logit_attribution import Compared, LogitQuery, Term, parts_of, terms_of
 from clearhead.run.generate.exits import stop_at
 from clearhead.run.kernels.parts import like
 from clearhead.variants.contexts import evaluating
@@ -73,17 +73,19 @@ def lens(
     pair: str | None = None,
     top: int = 5,
     columns: Sequence[int] | None = None,
+    translators: Callable[[Sequence[Tensor]], list[Tensor]] | None = None,
 ) -> Lens:
     """Read every layer of the stack that feeds the head; see `prepare` for what may be given.
 
     `top` says how many of the best choices are kept for each layer and column. `columns` are those that are
-    read, by their numbers; None: all.
+    read, by their numbers; None: all. `translators` take the states to what is read: a tuned or a Jacobian
+    lens, see `translators`.
     """
     prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     refuse(top < 1, f"top {top} keeps nothing: choose 1 or more")
     some = [find_column(column, choices.columns) for column in columns or range(len(choices.columns))]
-    layers = _read_layers(prepared, choices, some)
+    layers = _read_layers(prepared, choices, some, translators=translators)
     last = layers[-1]
     chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)[some]
     final = _log_shares(last)
@@ -120,7 +122,11 @@ def best_choices(
 
 
 def _read_layers(
-    prepared: inputs.Prepared, choices: Choices, some: list[int], reader: Transformer | None = None
+    prepared: inputs.Prepared,
+    choices: Choices,
+    some: list[int],
+    reader: Transformer | None = None,
+    translators: Callable[[Sequence[Tensor]], list[Tensor]] | None = None,
 ) -> list[Tensor]:
     """Return the scores of some columns after each layer: [C, N] each. Few columns are read at once.
 
@@ -131,6 +137,7 @@ def _read_layers(
     _, seen = prepared.record(*taps, logits="none")
     alone = choices.kind == "token" or prepared.m.config.head == "tagger"  # a column is a token's state
     states = [seen[tap][:, some] if alone else seen[tap] for tap in taps]
+    states = states if translators is None else translators(states)
     groups = [torch.cat(states)] if len(some) <= TOGETHER else states
     scores = [row for group in groups for row in choices.scores(stopped_at(reader, group))]
     return scores if alone else [row[some] for row in scores]
@@ -234,13 +241,15 @@ def _measure(
 
 
 @dataclass(frozen=True)
-class Contributions(results.Result):
-    """A logit as a sum."""
+class Contributions(results.Result, Compared):
+    """A logit as a sum; see `centred` in `logit_attribution`."""
 
     columns: tuple[str, ...]  # as in `Choices`: the tokens, mostly
     column: int  # where it is read
     choice: str  # whose logit it is
-    against: str | None  # less whose logit
+    against: str | None  # less whose logit; None: less the mean of all, where it is `centred`
+    centred: bool
+    probability: float | None  # of the choice; None where the model gives numbers
     terms: tuple[Term, ...]  # in the order of the forward pass
     logit: float  # what the model says; before the soft cap where it has one
     capped: float | None  # what it says after that cap
@@ -273,7 +282,9 @@ def contributions(
         token: whose logit: a token, by its text or id; a class, for a classifier or tagger; a place,
             "4:token", for spans. None: what the model says there.
         position: of the token that reads; -1 is the last. For spans 0 is where one begins, 1 where it ends.
-        against: subtract the logit of this one.
+        against: subtract the logit of this one, or of the "runner-up", the best other one. None: subtract the
+            mean of all logits, so that what lifts every one alike counts for nothing (not where classes are
+            numbers, or several may hold).
     """
     query = LogitQuery.of(m, given, token, position, target, against, pair)
     terms = terms_of(query, parts_of(query))
@@ -282,6 +293,8 @@ def contributions(
         column=query.column,
         choice=query.name,
         against=query.against,
+        centred=query.centred,
+        probability=query.probability,
         terms=terms,
         logit=query.logit,
         capped=query.capped,
