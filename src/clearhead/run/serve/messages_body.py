@@ -221,7 +221,8 @@ class CountBody(with_options(Body, but=("max_tokens", "stop"))):  # type: ignore
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: Fields | None = None
-    thread: Fields | None = None  # of the beta routes; their clients go on without where it is refused so
+    # Of the beta routes; their clients go on without where it is refused so.
+    thread: Annotated[Fields | None, Field(json_schema_extra={"refused": True})] = None
 
     def chat(self, template: ChatTemplate, **more: Any) -> ChatBody:
         """Return the chat that this request comes down to."""

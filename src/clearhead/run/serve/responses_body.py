@@ -44,6 +44,11 @@ class FunctionChoice(FewFields):
     type: Literal["function"]
     name: Name
 
+    @property
+    def named(self) -> dict[str, Any]:
+        """The function as a chat names it."""
+        return {"type": "function", "function": {"name": self.name}}
+
 
 class AllowedTools(FewFields):
     """Those of the tools that may be called now."""
@@ -142,14 +147,14 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages = first + messages_of(items, template)
         refuse(not messages, "input is empty: give it a text, or a message")
-        tools, choice = self._tools()
+        tools = [function_of(one.name, one.description, one.parameters) for one in self.tools or ()]
         return chat_body(
             self,
             messages,
             chat_template_kwargs=self.chat_template_kwargs,
             reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
             tools=tools or None,
-            tool_choice=choice,
+            tool_choice=self._choice(),
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=self._format(),
             **self._stated(),
@@ -159,18 +164,13 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
         """Return further fields of the chat."""
         return {}
 
-    def _tools(self) -> tuple[list[dict[str, Any]], Any]:
-        """Return the tools that may be called, and the choice among them."""
-        tools, choice = self.tools or [], self.tool_choice
+    def _choice(self) -> Any:
+        """Return which tools may be called, as a chat says it."""
+        choice = self.tool_choice
         if isinstance(choice, AllowedTools):
-            known, allowed = {one.name for one in tools}, {one.name for one in choice.tools}
-            unknown = ", ".join(sorted(allowed - known))
-            refuse(unknown, f"tool_choice allows {unknown}, and tools has {', '.join(known) or 'none'}")
-            tools, choice = [one for one in tools if one.name in allowed], choice.mode
-        named: Any = choice
-        if isinstance(choice, FunctionChoice):
-            named = {"type": "function", "function": {"name": choice.name}}
-        return [function_of(one.name, one.description, one.parameters) for one in tools], named
+            tools = [one.named for one in choice.tools]
+            return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
+        return choice.named if isinstance(choice, FunctionChoice) else choice
 
     def _format(self) -> dict[str, Any] | None:
         """Return how the text is written, as a chat says it."""
