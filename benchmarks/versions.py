@@ -5,8 +5,8 @@
 
 Each version runs in a process of its own; they take turns round by round, so that noise falls on both alike.
 Only names that are public in both are used: decoding through `generate`, training through `ch.train`, serving
-through `clearhead serve`. Of serving, the seconds are the server's processor seconds, and `p99` are milliseconds
-between the events of eight streams.
+through `clearhead serve`. Of serving, the seconds are the server's processor seconds, and `p99` is the 99th
+percentile of the milliseconds between the events of eight streams.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,14 +149,14 @@ def serve_job(streams: int, tokens: int, small: bool) -> Callable[[], tuple[floa
         start = busy()
         with ThreadPoolExecutor(streams) as several:
             times = list(several.map(events, range(streams)))
-        gaps = sorted(after - one for row in times for one, after in zip(row, row[1:]))
+        gaps = sorted(after - one for row in times for one, after in pairwise(row))
         return busy() - start, 1000 * gaps[round(0.99 * (len(gaps) - 1))]
 
     return run
 
 
 def worker(job: str, device: str, tokens: int) -> None:
-    """Run the job once for each line that comes in, and answer with its seconds, and what else it measures."""
+    """Run the job once for each line that comes in, and answer with what it measures, seconds first."""
     rows = JOBS[device][job]
     if job.startswith("serve"):
         serving = serve_job(rows, tokens, small=job != "serve")
@@ -227,7 +228,9 @@ def main() -> None:
         from benchmarks.common import device_name, save
 
         serving = all(str(row["job"]).startswith("serve") for row in results)
-        save(f"versions_{'serve' if serving else options.device}", [{"device": device_name(), "jobs": results}])
+        save(
+            f"versions_{'serve' if serving else options.device}", [{"device": device_name(), "jobs": results}]
+        )
 
 
 def ask(process: subprocess.Popen[str]) -> list[float]:

@@ -1,8 +1,8 @@
 """The fields of each request over HTTP: which work, which change nothing, which are refused by name.
 
 They are read off our bodies and off the types of the packages that clients are made of. A body is a row of
-`BODIES`; `docs/reference/fields.md` shows its table between `<!-- table: fields NAME -->` and `<!-- end -->`, but
-for those that count tokens: they take a part of another one.
+`BODIES`; `docs/reference/fields.md` shows its table between `<!-- table: fields NAME -->` and `<!-- end -->`.
+Bodies that count tokens have none: they take a part of another one.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ import clearhead as ch
 from clearhead.app.commands import serve as commands
 from clearhead.errors import InputError, RequestError
 from clearhead.hub.peft import RankUpdate, write_adapter
-from clearhead.learn.training.weights import add_lora
-from clearhead.run.kernels.lora import merge
 from clearhead.run.serve.adapters import open_adapter, updates_of
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits

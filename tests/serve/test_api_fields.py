@@ -10,9 +10,9 @@ from clearhead.run.serve import protocol
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
+from tests.serve.scripted import without_ids
 
 pytest.importorskip("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
-from tests.serve.scripted import without_ids
 from tools.api_fields import BODIES, REFUSED, UNUSED
 
 from tools import api_fields

@@ -90,7 +90,9 @@ class ServedPassages:
         return whole, [{"number": number, **cited(hit)} for number, hit in enumerate(some, start=1)]
 
 
-KIND = re.compile(r"constrained-|(list|dict|literal)\[|(str|bool|int|float)$|[A-Z]\w*$")  # as pydantic names kinds
+KIND = re.compile(
+    r"constrained-|(list|dict|literal)\[|(str|bool|int|float)$|[A-Z]\w*$"
+)  # as pydantic names kinds
 LOG = logging.getLogger("clearhead.run.serve")
 
 
