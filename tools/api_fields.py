@@ -51,12 +51,12 @@ BODIES = {
     ),
     "messages": Api(
         "/v1/messages",
-        f"{SERVE}.messages_body:MessagesBody",
+        f"{SERVE}.messages:MessagesBody",
         f"{ANTHROPIC}.beta.message_create_params:MessageCreateParamsStreaming",
     ),
     "count_tokens": Api(
         "/v1/messages/count_tokens",
-        f"{SERVE}.messages_body:CountBody",
+        f"{SERVE}.messages:CountBody",
         f"{ANTHROPIC}.beta.message_count_tokens_params:MessageCountTokensParams",
     ),
     "transcriptions": Api(

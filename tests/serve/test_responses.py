@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from clearhead.errors import InputError, RequestError
 from clearhead.hub.tokens.chat import ChatTemplate
-from clearhead.run.serve import items, responses, responses_body
+from clearhead.run.serve import responses, responses_body
 from clearhead.run.serve.answers import template_options
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
@@ -103,7 +103,7 @@ WITHIN = [
 def test_every_field_within_a_request(name, model, least):
     fields = fields_of(f"{TYPES}.{name}")
     check_fields(
-        getattr(items, model, None) or getattr(responses_body, model),
+        getattr(responses_body, model),
         least,
         fields,
         fields - {"comparison_response_id"},
@@ -147,7 +147,9 @@ def test_what_is_not_served_is_named(given, named):
 def chat_of(template: ChatTemplate = PLAIN, **given) -> dict:
     """The chat that a request comes to, without what is not stated."""
     body = ResponsesBody.model_validate({"input": "x", **given})
-    return body.chat(items.plain_items(body.input), template).model_dump(exclude_none=True, by_alias=True)
+    return body.chat(responses_body.plain_items(body.input), template).model_dump(
+        exclude_none=True, by_alias=True
+    )
 
 
 def test_items_become_messages():
@@ -207,7 +209,7 @@ def test_tools_formats_and_options_are_those_of_a_chat():
 def test_effort_is_said_as_the_template_takes_it():
     def options(template, effort):
         body = ResponsesBody(input="x", reasoning={"effort": effort, "summary": "auto"})
-        return template_options(template, body.chat(items.plain_items("x"), template))
+        return template_options(template, body.chat(responses_body.plain_items("x"), template))
 
     assert options(LEVELS, "low") == {"reasoning_effort": "low"}
     assert options(THINKS, "low") == {"enable_thinking": True}
