@@ -15,6 +15,7 @@ from clearhead.run.serve import responses, responses_body
 from clearhead.run.serve.answers import template_options
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.protocol import ChatBody
 from clearhead.run.serve.responses import Answer, Kept, Memory
 from clearhead.run.serve.responses_body import InputBody, ResponsesBody
 from tests.serve.scripted import ScriptedChoices, check_fields, fields_of, read_events, without_ids
@@ -195,9 +196,10 @@ def test_tools_formats_and_options_are_those_of_a_chat():
     }
     allowed = ALLOWED
     chat = chat_of(tools=given, tool_choice=allowed)
-    assert (chat["tools"], chat["tool_choice"]) == (tools[1:], "required")
-    with pytest.raises(InputError, match="allows time, and tools has weather"):
-        chat_of(tools=given[:1], tool_choice=allowed)
+    choice = ChatBody.model_validate(chat).choice_of_tools()
+    assert ([tool.name for tool in choice.tools], choice.choice) == (["time"], "required")
+    with pytest.raises(RequestError, match="allows time, and tools has weather"):
+        ChatBody.model_validate(chat_of(tools=given[:1], tool_choice=allowed)).choice_of_tools()
     stated = {"type": "json_schema", "name": "place", "schema": WEATHER, "strict": True}
     format = chat_of(text={"format": stated})["response_format"]
     assert format == {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER}}
