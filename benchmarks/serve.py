@@ -56,7 +56,8 @@ def run_serve_mixes() -> None:
     """
     last, first = ([*map(int, sys.argv[1:])] + [2000, 0][len(sys.argv) - 1 :])[:2]
     tokenizer, start = bytes_tokenizer(), time.process_time()
-    figures = Counter(json.loads(RESULT.read_text())["results"][0]["figures"] if first else {})
+    recorded, *others = json.loads(RESULT.read_text())["results"]
+    figures = Counter(recorded["figures"] if first else {})
     before = figures.pop("seconds", 0)
     served = {shape: mixes.model(shape, tokenizer) for shape in mixes.SHAPES}
     ways = mixes.ways(served)
@@ -74,7 +75,7 @@ def run_serve_mixes() -> None:
         if number % 50 == 49 or number == last - 1:
             seconds = before + round(time.process_time() - start)
             body = {"figures": {**figures, "seconds": seconds}, "different": 0, "models": list(served)}
-            save("serve_mixes", [{"device": device_name(), **body}])
+            save("serve_mixes", [{"device": device_name(), **body}, *others])
             print(dict(figures), flush=True)
 
 
