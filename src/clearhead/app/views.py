@@ -137,6 +137,14 @@ GROUPS: dict[str, dict[str, Command]] = {
             "commands.learned:memories",
             page={"neurons": "interventions:neurons"},
         ),
+        "features train": Command(
+            "train sparse features (SAE, transcoder, crosscoder)",
+            "commands.features:train",
+            loads=("tokenizer", "device", "dtype"),
+        ),
+        "features show": Command(
+            "show what activates features, and what they promote", "commands.features:show", loads=PLACED
+        ),
         "geometry": Command(
             "map token and position embeddings",
             "commands.learned:geometry",
@@ -148,6 +156,11 @@ GROUPS: dict[str, dict[str, Command]] = {
             "commands.prompts:patch",
             loads=TOKENIZER,
             page={"patch": "interventions:patches"},
+        ),
+        "circuit": Command(
+            "find the circuit behind an answer: edges between parts, tested",
+            "commands.circuits:circuit",
+            loads=PLACED,
         ),
         "ablate": Command(
             "ablate heads, layers and feed-forwards",
