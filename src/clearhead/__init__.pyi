@@ -24,6 +24,7 @@ from clearhead.inside.attention import attention as attention
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
 from clearhead.inside.folding import fold_norms as fold_norms
+from clearhead.inside.graph import graph as graph
 from clearhead.inside.heads import heads as heads
 from clearhead.inside.inputs import run_with_cache as run_with_cache
 from clearhead.inside.lens import lens as lens

@@ -139,6 +139,11 @@ GROUPS: dict[str, dict[str, Command]] = {
             page={"map": "interventions:word_map", "similar": "interventions:similar"},
         ),
         "probe": Command("train linear probes on each layer", "commands.learned:probe", loads=PLACED),
+        "graph": Command(
+            "attribution graph: which parts led to a token, by way of which others",
+            "commands.graph:graph",
+            loads=TOKENIZER,
+        ),
         "patch": Command(
             "activation patching: which layer and token carry the answer",
             "commands.prompts:patch",
