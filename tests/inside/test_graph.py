@@ -171,12 +171,16 @@ def test_terms_add_up_to_the_score_and_each_part_is_what_goes_without_it(name):
 def test_what_is_no_linear_map_is_refused():
     for changes, words in (
         ({"n_experts": 3}, "mixtures of experts"),
-        ({"attention": "linear"}, "without an attention pattern"),
+        ({"attention": "gated-delta", "positions": "none"}, "without an attention pattern"),
     ):
         with pytest.raises(ch.InputError, match=words):
             ch.graph(build(**changes), IDS)
     with pytest.raises(ch.InputError, match="keeps nothing"):
         ch.graph(build(), IDS, nodes=0)
+    linear = build(attention="linear")
+    assert ch.graph(linear, IDS, verify=True).difference < 1e-10
+    with pytest.raises(ch.InputError, match="no product of one query and one key"):
+        ch.graph(linear, IDS, scores=True)
     assert looks(build(n_experts=3), IDS, "1.0", 3, 2).inexact
 
 

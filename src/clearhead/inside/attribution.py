@@ -265,7 +265,7 @@ def _score_of(cut: held.CutPass, looking: names.AttentionHead, reader: int, sour
                 Edge(f"{attention}.{each}", place, column, value)
                 for each, _, column, value in _cells(table, count)
             ]
-        parts["bias"] = own - torch.stack(list(parts.values())).sum(0)
+        parts["bias"] = own - sum(parts.values(), torch.zeros_like(own))
         sides.append(parts)
     table = factor * (torch.stack(list(sides[0].values())) @ torch.stack(list(sides[1].values())).T)
     cells = [(list(sides[0])[row], list(sides[1])[column], value)

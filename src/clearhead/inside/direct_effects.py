@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clearhead.inside import results
 from clearhead.inside.features.dictionary import Dictionary
-from clearhead.inside.held import HEADS, CutPass, Scores, part_of, removing
+from clearhead.inside.held import HEADS, CutPass, Scores, holding, part_of, removing
 from clearhead.inside.logit_attribution import LogitQuery
 from clearhead.variants.contexts import evaluating, record
 
@@ -370,7 +370,10 @@ class Effects:
         yield "value", tap, back
 
     def differences(self, some: Sequence[Candidate], edges: Sequence[GraphEdge]) -> float:
-        """Return the largest difference of an edge or a node from its intervention, per largest edge."""
+        """Return the largest difference of an edge or a node from its intervention, per largest edge.
+
+        Nodes have one where all paths are the model's own: scores are no sums, and errors have no inputs.
+        """
         prepared, read = self.cut.prepared, self.query.read
         by_id = {each.node.id: each for each in some}
         wanted: dict[tuple[str, str], list[tuple[GraphEdge, Tensor]]] = defaultdict(list)
@@ -386,18 +389,19 @@ class Effects:
             rows = some[first : first + ROWS]
             sources = [(each.part.tap, each.node.position or 0, each.vector) for each in rows]
             repeated = {name: x.expand(len(rows) + 1, *x.shape[1:]) for name, x in prepared.arguments.items()}
-            with torch.no_grad(), evaluating(prepared.model):
-                with record(prepared.model, *taps, "hidden") as seen, removing(self.cut, sources, hold=True):
-                    prepared.model(**repeated, logits="none")
+            model = prepared.model
+            with torch.no_grad(), evaluating(model), holding(model):
+                with record(model, *taps, "hidden") as seen, removing(self.cut, sources, hold=True):
+                    model(**repeated, logits="none")
                 for row, each in enumerate(rows, 1):
                     for tap in taps:
                         change = seen[tap][0] - seen[tap][row]
                         for edge, back in wanted.get((each.node.id, tap), ()):
                             moved = change[read.rows] if tap == "hidden" else change
                             largest = max(largest, abs(float((moved * back).sum()) - edge.value))
-                if not self.with_scores:
+                if not self.with_scores and all(part.kind != "error" for part in self.parts):
                     with removing(self.cut, sources, hold=False):
-                        hidden = prepared.model(**repeated, logits="none").hidden[:, read.rows]
+                        hidden = model(**repeated, logits="none").hidden[:, read.rows]
                     changes = ((hidden[:1] - hidden[1:]) * read.directions).sum((1, 2)).tolist()
                     largest = max(largest, *(abs(c - each.node.value) for c, each in zip(changes, rows)))
         return largest / max((abs(edge.value) for edge in edges), default=1.0)

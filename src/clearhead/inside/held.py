@@ -138,7 +138,7 @@ def removing(cut: "CutPass", sources: Sequence[tuple[str, int, Tensor]], hold: b
         return x
 
     changes = {tap: partial(change, leaf=cut.leaves[tap], some=some) for tap, some in by_tap.items()}
-    with holding(cut.prepared.model), edit(cut.prepared.model, changes):
+    with edit(cut.prepared.model, changes):
         yield
 
 
