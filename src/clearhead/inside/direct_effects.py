@@ -141,9 +141,9 @@ class Effects:
         self.query, self.cut, self.with_scores = query, cut, scores
         self.parts: list[Part] = []
         hidden, read = cut.hidden, query.read
-        logit = (hidden[0, read.rows] * read.directions).sum()
+        at_hidden = torch.zeros_like(hidden).index_add(1, read.rows, read.directions[None])
         slopes = {name: torch.zeros_like(leaf[0]) for name, leaf in cut.leaves.items()}
-        self.direct = cut.slopes([logit], [torch.ones_like(logit)], cut.leaves)
+        self.direct = cut.slopes([hidden], [at_hidden], cut.leaves)
         for name, slope in self.direct.items():
             slopes[name] += slope
         for tap in reversed(list(cut.leaves)):
