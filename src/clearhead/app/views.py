@@ -151,7 +151,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
         "probe": Command("train linear probes on each layer", "commands.learned:probe", loads=PLACED),
         "graph": Command(
-            "attribution graph: which parts led to a token, by way of which others",
+            "attribution graph: the paths of parts that led to a token",
             "commands.graph:graph",
             loads=TOKENIZER,
         ),
