@@ -151,6 +151,11 @@ GROUPS: dict[str, dict[str, Command]] = {
             page={"map": "interventions:word_map", "similar": "interventions:similar"},
         ),
         "probe": Command("train linear probes on each layer", "commands.learned:probe", loads=PLACED),
+        "graph": Command(
+            "attribution graph: the paths of parts that led to a token",
+            "commands.graph:graph",
+            loads=TOKENIZER,
+        ),
         "patch": Command(
             "activation patching: which layer and token carry the answer",
             "commands.prompts:patch",
