@@ -72,6 +72,7 @@ CASES = {
     "sparse_encoders": "encoders:run_sparse_encoders",
     "planner": "planner:main",
     # Looking inside
+    "graph": "graph:run_graph",
     "inside": "inside:run_inside",
     "probes": "inside:run_probes",
     "syntax": "inside:run_syntax",
