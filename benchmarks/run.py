@@ -56,6 +56,7 @@ CASES = {
     "gpu_small": "recipes:run_gpu_small",
     "sft": "finetune:run_sft",
     "tools": "tools:run_tools",
+    "tool_schemas": "tools:run_tool_schemas",
     "dpo": "finetune:run_dpo",
     "dpo_trl": "finetune:run_dpo_trl",
     "embed": "finetune:run_embed",
