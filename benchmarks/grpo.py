@@ -20,10 +20,9 @@ SMALL = {
     "train.epochs": None, "data.batch_size": 32, "train.samples": 0, "train.threads": 1,
 }  # fmt: skip
 TUNED = {
-    "train.device": "cpu", "train.threads": 1, "train.steps": 150, "train.lr": 6e-4,
-    "train.validate_every": 150, "train.samples": 0, "data.batch_size": 16,
+    "train.device": "cpu", "train.threads": 1, "train.lr": 6e-4, "train.samples": 0, "data.batch_size": 16,
 }  # fmt: skip
-NAMES = ("ann", "bob", "eve", "tom", "zoe", "max", "lea", "kim")
+NAMES = ("ann", "bob", "eve", "tom")
 
 
 def summed(draw: random.Random) -> dict[str, object]:
@@ -34,7 +33,7 @@ def summed(draw: random.Random) -> dict[str, object]:
 
 def described(draw: random.Random) -> dict[str, object]:
     """A name and an age, the JSON of them, and the schema that only this JSON fits."""
-    name, age = draw.choice(NAMES), draw.randint(1, 99)
+    name, age = draw.choice(NAMES), draw.randint(1, 9)
     exact = {"name": {"const": name}, "age": {"const": age}}
     schema = {
         "type": "object",
@@ -45,12 +44,12 @@ def described(draw: random.Random) -> dict[str, object]:
     return {"prompt": f"{name} {age}", "completion": json.dumps({"name": name, "age": age}), "schema": schema}
 
 
-# Of each task: its rows, reward, steps of the base, and the most tokens of an answer.
-TASKS = {"arithmetic": (summed, "exact", 120, 6), "json": (described, "json_schema", 120, 32)}
+# Of each task: its rows, reward, steps of the base and of tuning, and the most tokens of an answer.
+TASKS = {"arithmetic": (summed, "exact", 120, 150, 6), "json": (described, "json_schema", 240, 40, 28)}
 
 
 def run_grpo() -> None:
-    """Rewards of two toy tasks over 150 steps, three seeds; `arithmetic` or `json` measures one of them.
+    """Rewards of two toy tasks over the steps, three seeds; `arithmetic` or `json` measures one of them.
 
     The base has learned a few examples. The record has the mean reward of each step, that of the held-out
     prompts before and after, and the largest difference between log-probabilities of sampling and training.
@@ -58,7 +57,7 @@ def run_grpo() -> None:
     path = RESULTS / "cpu_grpo.json"
     results = json.loads(path.read_text())["results"] if path.exists() else []
     for task in sys.argv[1:] or TASKS:
-        make, reward, steps, most = TASKS[task]
+        make, reward, steps, tuning, most = TASKS[task]
         draw = random.Random(0)
         rows = [make(draw) for _ in range(400)]
         held = [make(draw) for _ in range(64)]
@@ -71,7 +70,7 @@ def run_grpo() -> None:
                 start, out = time.perf_counter(), folder / f"seed-{seed}"
                 settings = {
                     **TUNED, "model.base": folder / "base", "grpo.reward": [reward], "train.seed": seed,
-                    "generate.max_new_tokens": most,
+                    "train.steps": tuning, "train.validate_every": tuning, "generate.max_new_tokens": most,
                 }  # fmt: skip
                 prompts = [
                     [{key: value for key, value in row.items() if key != "completion"} for row in some]

@@ -56,6 +56,7 @@ CASES = {
     "gpu_small": "recipes:run_gpu_small",
     "sft": "finetune:run_sft",
     "tools": "tools:run_tools",
+    "tool_schemas": "tools:run_tool_schemas",
     "dpo": "finetune:run_dpo",
     "dpo_trl": "finetune:run_dpo_trl",
     "grpo": "grpo:run_grpo",
@@ -73,11 +74,15 @@ CASES = {
     "sparse_encoders": "encoders:run_sparse_encoders",
     "planner": "planner:main",
     # Looking inside
+    "graph": "graph:run_graph",
     "inside": "inside:run_inside",
     "probes": "inside:run_probes",
     "syntax": "inside:run_syntax",
     "memories": "inside:run_memories",
     "prune_curve": "inside:run_prune_curve",
+    "features": "features:run_features",
+    "circuits": "circuits:run_circuits",
+    "edges": "circuits:run_methods",
     "explorer": "explorer:main",
     # This checkout and another
     "versions": "versions:main",

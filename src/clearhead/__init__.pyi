@@ -23,7 +23,11 @@ from clearhead.inside.ablation import ablate as ablate
 from clearhead.inside.attention import attention as attention
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
+from clearhead.inside.circuit import Circuit as Circuit
+from clearhead.inside.circuit import circuit as circuit
+from clearhead.inside.features.training import train_features as train_features
 from clearhead.inside.folding import fold_norms as fold_norms
+from clearhead.inside.graph import graph as graph
 from clearhead.inside.heads import heads as heads
 from clearhead.inside.inputs import run_with_cache as run_with_cache
 from clearhead.inside.lens import lens as lens
@@ -39,6 +43,8 @@ from clearhead.inside.trace import trace as trace
 from clearhead.labs.retrieval.index import Index as Index
 from clearhead.labs.retrieval.index import build_index as build_index
 from clearhead.labs.retrieval.passages import Hit as Hit
+from clearhead.labs.sweep import Sweep as Sweep
+from clearhead.labs.sweep import sweep as sweep
 from clearhead.learn.evaluation.evaluate import Evaluation as Evaluation
 from clearhead.learn.evaluation.evaluate import evaluate as evaluate
 from clearhead.learn.losses import balance_loss as balance_loss

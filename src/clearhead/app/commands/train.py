@@ -1,4 +1,4 @@
-"""Commands that train a model and measure it: train, eval, align."""
+"""Commands that train a model and measure it: train, sweep, eval, align."""
 
 from __future__ import annotations
 
@@ -7,22 +7,27 @@ import math
 import signal
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import clearhead as ch
 from clearhead.app.commands.common import check_apart, check_inputs, print_notes, writing
 from clearhead.app.report import confusion_tables, size, table
 from clearhead.app.views import ModelArgument, OnProgress, Repeated, View, drawing
+from clearhead.app.watch import PORT, address
+from clearhead.app.watch import watch as serve_page
 from clearhead.errors import refuse
 from clearhead.learn.parallel import first_here, started
 from clearhead.learn.recipe import recipe_names
 from clearhead.learn.training import events
+from clearhead.learn.training.events import LOG
+from clearhead.learn.training.health import warnings_of
 
 FIGURES = ("reward", "logprob_difference")  # of a task, shown at a step
 ECHO = 3  # seconds within which a second Ctrl-C is the first one, passed on
@@ -43,6 +48,7 @@ def train(
     overwrite: bool = False,
     dry_run: bool = False,
     show: bool = False,
+    watch: bool = False,
 ) -> View | None:
     """Train a model from your own files, whose format is detected. Without DATA, list corpora and recipes.
 
@@ -55,9 +61,11 @@ def train(
         overwrite: remove an earlier run in the output folder
         dry_run: show every decision and the sizes; train and write nothing
         show: print the keys of the recipe, with their values and meanings
+        watch: show losses, samples and warnings on a page in the browser while the model trains
 
     For example:
       clearhead train my.txt
+      clearhead train my.txt --watch
       clearhead train stdlib-docs --out my-model
       clearhead train a.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead train train.en train.de --recipe original-transformer
@@ -76,7 +84,7 @@ def train(
             "name the data to train on: files, folders or a corpus; clearhead train alone lists them",
         )
         return _lists()
-    watcher = Watcher()
+    watcher = Watcher(watch)
     if dry_run:
         refuse(resume is not None, "--dry-run is for a new run: leave --resume out")
         from clearhead.learn.training.run import rehearse
@@ -179,7 +187,7 @@ def _stopping() -> Iterator[list[signal.Signals]]:
 class Watcher:
     """Shows a run on stderr: a live panel in a terminal, else a line now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: bool = False) -> None:
         from rich import console, live
 
         self.console = console.Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -187,6 +195,8 @@ class Watcher:
         self.last = 0.0
         self.validated = ""
         self.unit = "tok"
+        self.page, self.folder = page, Path()
+        self.warned: dict[str, int] = {}
 
     def __call__(self, event: events.Event) -> None:
         """Show one event."""
@@ -201,6 +211,10 @@ class Watcher:
                 also = "" if all_trained else f", {event.trainable:,} of them trained"
                 size = f"{event.parameters:,} parameters{also}, {event.steps:,} steps"
                 self.say(f"{event.task}: {size} on {event.device} -> {event.folder}")
+                self.folder = event.folder
+                if self.page:
+                    self.page = False  # the second of two stages is on the page of the first
+                    self.say(f"watch it on {address(serve_page(event.folder))}")
             case events.Stepped():
                 self.step(event)
             case events.Skipped():
@@ -212,6 +226,10 @@ class Watcher:
                 self.say(f"step {event.step:,}  validation  {self.validated}{best}")
                 for sample in event.samples:
                     self.say(f"    {sample.replace(NEWLINE, '⏎')}")
+                for step, kind, text in warnings_of(events.read_log(self.folder)):
+                    if kind not in self.warned or (kind == "spike" and step > self.warned[kind]):
+                        self.warned[kind] = step
+                        self.say(f"step {step:,}  warning: {text}")
 
     def step(self, event: events.Stepped) -> None:
         """Show the figures of a step; without a terminal, every ten seconds."""
@@ -246,6 +264,98 @@ class Watcher:
     def say(self, line: str) -> None:
         """Print a line that stays."""
         self.console.print(line, soft_wrap=not self.console.is_terminal)
+
+
+def sweep(
+    data: tuple[str, ...],
+    *,
+    vary: Repeated = (),
+    recipe: str | None = None,
+    set: Repeated = (),
+    out: Path | None = None,
+    trials: int = 20,
+    method: Literal["halving", "random", "grid"] = "halving",
+    workers: int | None = None,
+    seed: int = 0,
+    keep: bool = False,
+    ray: bool = False,
+) -> View:
+    """Sweep hyperparameters: train a recipe with many settings on the same data, and keep the best run.
+
+    A sweep that was stopped goes on when the command is given again.
+
+    Args:
+        data (DATA): files, folders, globs, or an embedded corpus
+        vary (KEY=VALUES): values of a key to try, such as train.lr=1e-4..1e-2 or model.n_layers=2,4
+        recipe: a recipe's name or .toml file; default: by the data
+        set (KEY=VALUE): change the recipe of all trials, such as train.steps=2000
+        out: folder to write; default: sweeps/ and the name of the data
+        trials: how many; the first is the recipe as it is
+        method: successive halving, random search, or every combination
+        workers: trials at once, each in a process; default: one for each core, one on a GPU
+        seed: random seed of the settings that are drawn
+        keep: keep the weights of all trials
+        ray: run the trials on a Ray cluster
+
+    For example:
+      clearhead sweep my.txt --vary train.lr=1e-4..1e-2 --vary model.n_layers=2,4,6
+      clearhead sweep reviews.tsv --recipe classify --vary model.dropout=0..0.5 --trials 30
+      clearhead sweep a.en a.de --vary train.label_smoothing=0,0.1 --method grid
+    """
+    refuse(
+        not data,
+        "no data is named: name files first, such as clearhead sweep my.txt --vary train.lr=1e-4..1e-2",
+    )
+    done = ch.sweep(
+        data, vary, recipe=recipe, settings=set, out=out, trials=trials, method=method, workers=workers,
+        seed=seed, keep=keep, ray=ray, tell=lambda line: print_notes([line]),
+    )  # fmt: skip
+    from clearhead.labs.sweep import value_of
+
+    keys, metric = list(done.vary), done.metric
+    rows = [
+        [str(trial.number), *(_short(trial.settings.get(key, "recipe's")) for key in keys)]
+        + [f"{trial.step:,} of {trial.steps:,}", f"{value_of(trial, metric):.4f}"]
+        for trial in done.ranked
+    ]
+    failed = [
+        f"trial {trial.number}  {trial.words()}  failed: {trial.error}"
+        for trial in done.trials
+        if trial.error
+    ]
+    best, first = done.best, value_of(done.trials[0], metric)
+    than = f"; the recipe as it is: {first:.4f}" if best.number else ""
+    ends = [
+        f"best: {best.words()}  {metric} {value_of(best, metric):.4f}{than}",
+        f"saved {done.folder / 'best'}, sweep.json and sweep.png",
+    ]
+    shown = table(str(done.folder), (">trial", *(f">{key}" for key in keys), ">steps", f">{metric}"), rows)
+    return View(done, [shown, *failed, *ends])
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def watch_page(run: Path, *, port: int = PORT, no_open: bool = False) -> None:
+    """Show a training run on a page: losses, learning rate, gradient norm, samples and warnings, live.
+
+    Args:
+        run (DIR): the folder of a run that trains now, here or in another process, or that has ended
+        no_open: do not open the browser
+
+    For example:
+      clearhead watch runs/my
+    """
+    refuse(not (run / LOG).is_file(), f"{run} holds no run: it needs {LOG}, which clearhead train writes")
+    place = address(server := serve_page(run, port))
+    print_notes([f"{run}: {place}  (Ctrl-C ends)"])
+    if not no_open:
+        webbrowser.open(place)
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        server.shutdown()
 
 
 def evaluate(

@@ -136,6 +136,7 @@ class StackFields:
     d_shared_expert: int = 0  # width of one more expert that each token visits; 0: none
     shared_expert_gate: bool = True  # what it answers is weighed by a sigmoid
     dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one feed-forward in place of a mixture
+    feedforward_skips: tuple[int, ...] = ()  # layers, counted from 0, with attention alone
 
     # Residual
     norm_position: NormPosition = "pre"  # before or after a sublayer, both, or on its output
@@ -329,6 +330,8 @@ class StackSpec(StackFields):
 
     def feedforwards(self, layer: int) -> dict[str, int]:
         """Return the width of each feed-forward of a layer, by its name in the block; experts are several."""
+        if layer in self.feedforward_skips:
+            return {}
         if not self.n_experts or layer in self.dense_layers:
             return {"feedforward": self.d_ff}
         experts = {f"feedforward.experts.{number}": self.d_expert for number in range(self.n_experts)}

@@ -107,9 +107,8 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
     }
     layers, d_head = size["n_layers"], size["d_head"]
     groups = min(config.layer_groups or layers, layers)
-    first, span, times = config.loop or (layers, 0, 1)
-    end, left = first + span, layers - span * (times - 1)
-    order = [*range(first), *[*range(first, end)] * times, *range(end, left)]  # the block of each layer
+    at, span, times = config.loop or (layers, 0, 1)  # the order of blocks follows
+    order = [*range(at), *[*range(at, end := at + span)] * times, *range(end, layers + span - span * times)]
     tokens = size["input"] == "tokens"
     # A scale and widths that follow from d_head and d_ff follow from those of this stack.
     scaled = config.d_head is not None and config.attention_scale == config.d_head**-0.5

@@ -1,7 +1,8 @@
 // Input: what somebody types, as the tokens that the model reads, and how they were made.
 
 import { css, inkOn, signedColour } from "./colour.js";
-import { el, figure, press, replace, tokenText } from "./dom.js";
+import { el, figure, press, replace, roving, tokenText, wholeWord } from "./dom.js";
+import { glossed } from "./glossary.js";
 import { patchImage, soundImage } from "./image.js";
 import { asks } from "./query.js";
 import { drawingPad } from "./pad.js";
@@ -26,7 +27,7 @@ function inputChips(tokens, chosen, onChoose, all, showAll) {
   const chips = some.map((label, place) => {
     const span = tokens.spans[place];
     const small = [tokens.ids.length ? tokens.ids[place] : null, span && span[1] > span[0] ? `${span[0]}–${span[1]}` : null].filter((part) => part !== null).join(" · ");
-    return el("li", {}, el("button", { type: "button", class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, tokenText(label), el("small", {}, small)));
+    return el("li", {}, el("button", { type: "button", title: wholeWord(tokens, place) ? `a piece of “${wholeWord(tokens, place)}”` : null, class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, tokenText(label), el("small", {}, small)));
   });
   const more = tokens.labels.length > some.length ? el("li", {}, el("button", { type: "button", onclick: showAll }, `show all ${tokens.labels.length}`)) : null;
   return [...chips, more].filter(Boolean);
@@ -90,12 +91,13 @@ export const inputSection = {
     boxes.sound = el("div", { class: "grow drop" }, el("label", { for: "input-sound" }, "A sound: choose a file, or drop it here"), sound);
     const pad = el("details", { class: "grow", hidden: true }, el("summary", {}, "Draw one"), drawingPad((address) => { picture = address; app.store.set("picture", picture); preview.src = picture; preview.hidden = false; send(); }));
     boxes.image.append(pad);
-    const examples = el("details", { id: "input-examples", hidden: true }, el("summary", {}, "Examples, and what was found in them"), el("ul", { class: "plain" }));
+    const examples = el("details", { id: "input-examples", hidden: true }, el("summary", {}, "Examples"), el("ul", { class: "plain" }));
     const sourceBox = el("div", { hidden: true }, el("h3", { class: "small" }, "The encoder reads"), source);
     const tokensTitle = el("h3", { class: "small" }, "Tokens");
-    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How the text was split"), marked, made));
+    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How it was split"), marked, made));
     for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, () => tint());
     app.store.listen("position", markChosen);
+    for (const list of [tokens, source]) roving(list, "button");
     let typing = 0;
     let picture = null;
     let recording = null; // a sound file, as the page sends it
@@ -286,7 +288,7 @@ export const inputSection = {
           const colour = value === null ? null : signedColour((0.85 * value) / most);
           chip.style.background = colour ? css(colour) : "";
           chip.style.color = colour ? inkOn(colour) : "";
-          if (value !== null) { chip.dataset.gave = String(value); chip.title = `gave ${figure(value)} logits to ${found.choice}`; }
+          if (value !== null) { chip.dataset.gave = String(value); chip.title = `contributed ${figure(value)} logits to ${found.choice}`; }
         }
       }
       tinted.hidden = !found;
@@ -295,8 +297,8 @@ export const inputSection = {
       const edge = leadingEdge(found.edges);
       const run = app.store.get("run");
       const from = edge && (/^[a-z]/.test(edge.part) ? run.source : run.tokens).labels[edge.source];
-      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " moved most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
-      replace(tinted, lead, "Tinted: what heads moved from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
+      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " contributed most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
+      replace(tinted, lead, "Tinted: what heads carried from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
     }
 
     function markChosen() {
@@ -329,7 +331,7 @@ export const inputSection = {
       maskWords.textContent = `where the model is to fill something in`;
       keys.hidden = ["patches", "frames"].includes(model.input);
       go.textContent = { patches: "Look", frames: "Listen" }[model.input] || "Run";
-      root.parentElement.querySelector(".hint").textContent = { patches: "Choose an image. The model reads it in patches, row by row.", frames: "Choose a sound. The encoder reads its spectrogram, moment by moment; the decoder writes what is said, token by token." }[model.input] || "Type something. The model reads tokens, each a number.";
+      root.parentElement.querySelector(".hint").replaceChildren(...glossed({ patches: "Choose an image. The model reads it in patches, row by row.", frames: "Choose a sound. The encoder reads its spectrogram, moment by moment; the decoder writes what is said, token by token." }[model.input] || "Type something. The model reads tokens, each a number."));
       go.disabled = !app.source.live;
       for (const box of [text, target, pair, image, sound]) box.disabled = !app.source.live;
       go.hidden = !app.source.live;
