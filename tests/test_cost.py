@@ -103,6 +103,7 @@ ODD: dict[str, ModelConfig] = {
     "routed-alibi-window": small.replace(depth_capacity=(1.0, 0.25, 0.5), positions="alibi", window=2),
     "routed-encoder": encoder.replace(depth_capacity=0.5, norm="rmsnorm"),
     "shared-layers": small.replace(layer_groups=2),
+    "looped": small.replace(loop=(0, 1, 2)),
     "shared-experts": small.replace(layer_groups=1, n_experts=3),
     "pruned": small.replace(pruned_heads={"blocks.0.attention": (0, 2), "blocks.2.attention": (1,)}),
     "pruned-groups": small.replace(n_kv_heads=2, pruned_heads={"blocks.1.attention": (2, 3)}),
@@ -460,6 +461,11 @@ KINDS = {
     "linear-encoder": encoder.replace(attention="linear(relu)"),
     "low-rank": encoder.replace(attention="low-rank(8)"),
     "gated-delta": small.replace(attention=("full", "gated-delta", "full")),
+    "mamba2": small.replace(attention=("full", "mamba2(groups=2, d_state=16)", "none")),
+    "mamba2-alone": small.replace(
+        attention="mamba2(8, d_head=8, d_state=16, norm=groups)", feedforward_skips=(0, 1, 2), norm="rmsnorm"
+    ),
+    "conv": small.replace(attention=("conv(3)", "conv(4, bias=True)", "conv(2)")),
     "linear-gated": small.replace(attention="linear", attention_gate=True),
     "sinks": small.replace(attention="window(32, sinks=2)", n_kv_heads=2),
     "dilated": small.replace(attention="dilated(4, 3)"),
@@ -487,7 +493,9 @@ def test_every_kind_of_attention_says_what_it_costs(name, length, monkeypatch) -
         assert figures.flops.forward.total == forward.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ["linear", "favor", "gated-delta", "sinks", "dilated"])
+@pytest.mark.parametrize(
+    "name", ["linear", "favor", "gated-delta", "mamba2-alone", "conv", "sinks", "dilated"]
+)
 def test_caches_of_every_kind_hold_what_is_said(name) -> None:
     config, cache = KINDS[name].replace(max_positions=512), WindowCache()
     model = Transformer(config).eval()

@@ -57,6 +57,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "train": {
         "demo": Command("take the tour: train, generate, look inside, check", "commands.models:demo"),
         "train": Command("train a model from your own files", "commands.train:train", plot=False),
+        "watch": Command("show a training run on a page, live", "commands.train:watch_page"),
         "sweep": Command(
             "sweep hyperparameters: try many settings, keep the best run", "commands.train:sweep", plot=False
         ),
@@ -136,12 +137,25 @@ GROUPS: dict[str, dict[str, Command]] = {
             "commands.learned:memories",
             page={"neurons": "interventions:neurons"},
         ),
+        "features train": Command(
+            "train sparse features (SAE, transcoder, crosscoder)",
+            "commands.features:train",
+            loads=("tokenizer", "device", "dtype"),
+        ),
+        "features show": Command(
+            "show what activates features, and what they promote", "commands.features:show", loads=PLACED
+        ),
         "geometry": Command(
             "map token and position embeddings",
             "commands.learned:geometry",
             page={"map": "interventions:word_map", "similar": "interventions:similar"},
         ),
         "probe": Command("train linear probes on each layer", "commands.learned:probe", loads=PLACED),
+        "graph": Command(
+            "attribution graph: the paths of parts that led to a token",
+            "commands.graph:graph",
+            loads=TOKENIZER,
+        ),
         "patch": Command(
             "activation patching: which layer and token carry the answer",
             "commands.prompts:patch",

@@ -96,11 +96,9 @@ class StackFields:
     position_offset: int = 0  # learned: rows skipped at the start of the table
     # sin, cos, sin, cos ... or all sin, then all cos
     sinusoid_layout: Literal["interleaved", "half"] = "interleaved"
-    # slowest frequency exactly 1/10,000 (True), or one step above it, as in the paper
-    sinusoid_ends: bool = False
+    sinusoid_ends: bool = False  # slowest frequency exactly 1/10,000, not one step above it as in the paper
     rope_base: float = 10_000.0  # larger: slower rotation, for longer texts
-    # base in layers that have a window; None: rope_base, with the scaling
-    rope_local_base: float | None = None
+    rope_local_base: float | None = None  # base in layers with a window; None: rope_base, with the scaling
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
     rope_scaling: RopeScaling | None = None  # beyond the trained length; see RopeScaling
     rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
@@ -138,6 +136,7 @@ class StackFields:
     d_shared_expert: int = 0  # width of one more expert that each token visits; 0: none
     shared_expert_gate: bool = True  # what it answers is weighed by a sigmoid
     dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one feed-forward in place of a mixture
+    feedforward_skips: tuple[int, ...] = ()  # layers, counted from 0, with attention alone
 
     # Residual
     norm_position: NormPosition = "pre"  # before or after a sublayer, both, or on its output
@@ -174,8 +173,8 @@ class Fields(StackFields):
     d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
     max_encoder_positions: int | None = None  # encoder-decoder: None: max_positions
     d_expert: int | None = None  # width of an expert; None: d_ff
-    # None: every layer its own weights; k: runs of layers share k sets of weights
-    layer_groups: int | None = None
+    layer_groups: int | None = None  # None: every layer its own weights; k: runs of layers share k sets
+    loop: tuple[int, int, int] | None = None  # (first, layers, times): a span of layers, used several times
 
     # Embedding
     source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
@@ -189,8 +188,7 @@ class Fields(StackFields):
     # Attention
     # kind of attention, such as "linear(elu)": see `kinds`; a tuple sets it per layer, and is repeated
     attention: str | tuple[str, ...] = "full"
-    # short for attention "window(128)"; a tuple sets it per layer
-    window: int | tuple[int | None, ...] | None = None
+    window: int | tuple[int | None, ...] | None = None  # attention "window(128)", for short; or by layer
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     rope_fraction: float = 1.0  # part of each head that is rotated
 
@@ -332,6 +330,8 @@ class StackSpec(StackFields):
 
     def feedforwards(self, layer: int) -> dict[str, int]:
         """Return the width of each feed-forward of a layer, by its name in the block; experts are several."""
+        if layer in self.feedforward_skips:
+            return {}
         if not self.n_experts or layer in self.dense_layers:
             return {"feedforward": self.d_ff}
         experts = {f"feedforward.experts.{number}": self.d_expert for number in range(self.n_experts)}
