@@ -26,6 +26,7 @@ _FUNCTIONS = {
     "check": "checks",
     "contributions": "lens",
     "effect": "ablation",
+    "explain": "story",
     "firing": "logit_attribution",
     "fold_norms": "folding",
     "followed": "lens",
