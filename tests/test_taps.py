@@ -28,13 +28,13 @@ DECODER = """
     blocks.0.attention.q blocks.0.attention.k blocks.0.attention.v
     blocks.0.attention.scores blocks.0.attention.pattern blocks.0.attention.z blocks.0.attention.out
     blocks.0.resid_mid
-    blocks.0.feedforward.pre blocks.0.feedforward.post blocks.0.feedforward.out
+    blocks.0.feedforward.in blocks.0.feedforward.pre blocks.0.feedforward.post blocks.0.feedforward.out
     blocks.0.resid_post
     hidden logits
 """
 PARALLEL = DECODER.replace("    blocks.0.resid_mid\n", "")
 EXPERTS = DECODER.replace(
-    "    blocks.0.feedforward.pre blocks.0.feedforward.post blocks.0.feedforward.out\n",
+    " blocks.0.feedforward.pre blocks.0.feedforward.post blocks.0.feedforward.out\n",
     """
     blocks.0.feedforward.router
     blocks.0.feedforward.experts.0.pre blocks.0.feedforward.experts.0.post blocks.0.feedforward.experts.0.out
@@ -49,6 +49,7 @@ BOTH = """
     encoder.blocks.0.attention.scores encoder.blocks.0.attention.pattern
     encoder.blocks.0.attention.z encoder.blocks.0.attention.out
     encoder.blocks.0.resid_mid
+    encoder.blocks.0.feedforward.in
     encoder.blocks.0.feedforward.pre encoder.blocks.0.feedforward.post encoder.blocks.0.feedforward.out
     encoder.blocks.0.resid_post
     encoder.hidden
@@ -59,7 +60,7 @@ BOTH = """
     blocks.0.cross.q blocks.0.cross.k blocks.0.cross.v
     blocks.0.cross.scores blocks.0.cross.pattern blocks.0.cross.z blocks.0.cross.out
     blocks.0.resid_mid
-    blocks.0.feedforward.pre blocks.0.feedforward.post blocks.0.feedforward.out
+    blocks.0.feedforward.in blocks.0.feedforward.pre blocks.0.feedforward.post blocks.0.feedforward.out
     blocks.0.resid_post
     hidden logits
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from torch import nn
 import clearhead as ch
 from clearhead.app.plot.prompts import draw_contributions, draw_lens
 from clearhead.core.norms import LayerNorm, RMSNorm
+from clearhead.inside.attribution import paths
+from clearhead.inside.inputs import choices_of, prepare
 from clearhead.inside.lens import contributions, lens, stopped_at
 from clearhead.inside.names import states
 from tests.harness import PATCHES, V, build, some_ids
@@ -160,15 +163,75 @@ def test_contributions_add_up_to_the_logit(differences):
         assert differences.see("sum=logit", total, logit) <= 1e-5, name
         assert (found.capped is not None) == (model.config.logit_softcap is not None)
         if found.capped is not None:
-            cap = model.config.logit_softcap
-            bent = cap * math.tanh(found.logit / cap) if against is None else found.capped
-            assert found.capped == pytest.approx(bent, abs=1e-5)
+            cap, said = model.config.logit_softcap, scores_of(model, given, more)
+            other = said[1] if against is not None else said.mean()
+            assert found.capped == pytest.approx(float(said[0] - other), abs=1e-5)
+            before = cap * torch.atanh(said / cap)
+            other = before[1] if against is not None else before.mean()
+            assert found.logit == pytest.approx(float(before[0] - other), abs=1e-3)
+
+
+def scores_of(model, given, more):
+    """Return the last column of the model's scores [N], in float64."""
+    prepared = prepare(model, given, **more)
+    with torch.no_grad():
+        return choices_of(prepared).scores(prepared.run().required_logits)[0, -1].double()
+
+
+@pytest.mark.ledger("T1")
+@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"])
+def test_centred_contributions_add_up_to_the_logit_over_the_mean(family):
+    """In float64, of a model whose output layer gives every token of the vocabulary a common lift."""
+    model = build(family=family, head="mlm" if family == "encoder" else "lm").double()
+    given, more = inputs(model.config)
+    with torch.no_grad():
+        model.head.out.weight += torch.randn(model.config.d_model, dtype=torch.float64)
+    scores, found = scores_of(model, given, more), contributions(model, given, 3, **more)
+    assert found.centred and found.against is None
+    assert found.logit == pytest.approx(float(scores[3] - scores.mean()), abs=1e-10)
+    assert found.total == pytest.approx(found.logit, abs=1e-10)
+    assert found.probability == pytest.approx(float(scores.softmax(-1)[3]), abs=1e-12)
+    sources = paths(model, given, 3, **more)
+    assert sources.total == pytest.approx(found.logit, abs=1e-10)
+    best, second = scores.topk(2).indices.tolist()
+    beside = contributions(model, given, **more, against="runner-up")
+    assert (beside.choice, beside.against) == (str(best), str(second)) and not beside.centred
+    assert beside.total == pytest.approx(float(scores[best] - scores[second]), abs=1e-10)
+
+
+def test_a_part_that_lifts_every_token_counts_for_nothing():
+    """The planted part: the last feed-forward's bias is a direction whose logits are all alike."""
+    model = build(tie_embeddings=False, feedforward_bias=True, norm="rmsnorm").double()
+    last = model.main.blocks[-1].feedforward
+    with torch.no_grad():
+        model.main.norm.weight.fill_(1)
+        model.head.out.weight[:, 0] = 1  # of every token
+        last.down.weight.zero_()
+        last.down.bias.zero_()[0] = 100
+    term = f"feedforward {model.config.n_layers - 1}"
+    found = {term.name: term.value for term in contributions(model, IDS, 3).terms}
+    raw = model(torch.tensor([IDS])).logits.detach()[0, -1, 3]
+    assert abs(found[term]) < 1e-9 and abs(float(raw)) > 1
+
+
+def test_classes_that_may_all_hold_are_not_centred():
+    """Each has a sigmoid, which what they gain alike does change; nor is a single number."""
+    model = build(**HEADS["classifier, mean"])
+    m = ch.Model(model)
+    assert contributions(m, IDS, 0).centred
+    multi = SimpleNamespace(theirs={"problem_type": "multi_label_classification"})
+    m = ch.Model(model, description=multi)
+    logit = float(model(torch.tensor([IDS])).logits.detach()[0, 0])
+    found = contributions(m, IDS, 0)
+    assert not found.centred and found.logit == pytest.approx(logit, abs=1e-6)
+    assert found.probability == pytest.approx(1 / (1 + math.exp(-logit)), abs=1e-6)
 
 
 def test_contributions_name_the_logit_of_the_model():
     model = build(n_layers=2)
     logits = model(torch.tensor([IDS])).logits[0].detach()
-    assert contributions(model, IDS, 4, position=2).logit == pytest.approx(float(logits[2, 4]), abs=1e-6)
+    centred = float(logits[2, 4] - logits[2].mean())
+    assert contributions(model, IDS, 4, position=2).logit == pytest.approx(centred, abs=1e-6)
     assert contributions(model, IDS, "4", against="7").logit == pytest.approx(
         float(logits[-1, 4] - logits[-1, 7]), abs=1e-6
     )
@@ -215,7 +278,8 @@ def test_a_head_is_what_is_missing_without_it(family, place):
     source = {"source": torch.tensor([given])} if more else {}
 
     def run():
-        return model(ids, **source).logits[0, -1, 3]
+        logits = model(ids, **source).logits[0, -1]
+        return logits[3] - logits.mean()
 
     taps = [name for name in ch.tap_names(model.config) if not name.startswith("encoder.")]
     outs = [name for name in taps if name.endswith(".out")]

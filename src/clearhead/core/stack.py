@@ -105,7 +105,8 @@ class Block(nn.Module):
         if self.parallel:  # the feed-forward reads the same stream, through the same norm or its own
             if self.feedforward_residual.before is not None:
                 normed = self.feedforward_residual.norm_input(x, second)
-            expanded = self.feedforward(normed, tap.part("feedforward"))
+            inner = tap.part("feedforward")
+            expanded = self.feedforward(inner("in", normed), inner)
             x = self.attention_residual.add(x, attended, first)
             return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
         x = self.attention_residual.add(x, attended, first)
@@ -114,7 +115,8 @@ class Block(nn.Module):
             y = self.cross(residual.norm_input(x, join), cross_view, memory, cross_keys, tap.part("cross"))
             x = residual.add(x, y, join)
         x = tap("resid_mid", x)
-        expanded = self.feedforward(self.feedforward_residual.norm_input(x, second), tap.part("feedforward"))
+        inner = tap.part("feedforward")
+        expanded = self.feedforward(inner("in", self.feedforward_residual.norm_input(x, second)), inner)
         return tap("resid_post", self.feedforward_residual.add(x, expanded, second))
 
 

@@ -37,7 +37,15 @@ from clearhead.hub.tokens.text import labels
 from clearhead.inside import inputs, names, results
 from clearhead.inside.alignments import positions as token_positions
 from clearhead.inside.interventions import patched_scores
-from clearhead.inside.logit_attribution import AddedPart, LogitQuery, Term, exact, parts_of, terms_of
+from clearhead.inside.logit_attribution import (
+    AddedPart,
+    Compared,
+    LogitQuery,
+    Term,
+    exact,
+    parts_of,
+    terms_of,
+)
 from clearhead.variants.contexts import Recording, record, tap_names
 
 LOOKED_THROUGH = 300  # of the largest edges, where one that moved something is looked for
@@ -54,13 +62,15 @@ class Edge:
 
 
 @dataclass(frozen=True)
-class Paths(results.Result):
+class Paths(results.Result, Compared):
     """A logit, taken apart by source token."""
 
     columns: tuple[str, ...]
     column: int  # where it is read
     choice: str
-    against: str | None
+    against: str | None  # None: the logit is less the mean of all, where it is `centred`
+    centred: bool
+    probability: float | None
     tokens: tuple[str, ...]  # T
     rows: tuple[int, ...]  # R readers that the head of the model reads
     direct: dict[str, Tensor]  # [H, R, S] by attention: "3", "cross.3"
@@ -144,6 +154,8 @@ def paths(
         column=query.column,
         choice=query.name,
         against=query.against,
+        centred=query.centred,
+        probability=query.probability,
         tokens=query.prepared.tokens.labels,
         rows=tuple(query.read.rows.tolist()),
         direct=direct,
@@ -264,7 +276,7 @@ class Occlusion(results.Result):
     places: tuple[tuple[int, ...], ...]  # the tokens of each
     column: int
     choice: str
-    logit: float
+    logit: float  # less the mean of all, where a softmax follows
     without: str  # what stands in their place
     dropped: Tensor  # [U] the logit less the one without the unit
     gradient: Tensor  # [U] slope x input, added up over the unit's tokens
@@ -283,12 +295,12 @@ def occlusion(
         "occlusion is for a model of one stack: patch the two texts of an encoder-decoder instead",
     )
     query = LogitQuery.of(m, given, token, position, pair=pair, parts=False)
-    prepared, choices, column, choice = query.prepared, query.choices, query.column, query.choice
+    prepared, choices, column = query.prepared, query.choices, query.column
     units = _units(prepared)
     rows, without = _left_out(prepared, [positions for _, positions in units])
-    after = patched_scores(prepared, {}, [()] * len(units), column, kept=(choice,), ids=rows)[:, 0]  # U
+    after = patched_scores(prepared, {}, [()] * len(units), column, figure=query.difference, ids=rows)  # U
     with torch.enable_grad(), record(prepared.model, "embedding", detach=False) as seen:
-        logit = choices.column_scores(prepared.run(logits="none").hidden, column)[0, choice]
+        logit = query.difference(choices.column_scores(prepared.run(logits="none").hidden, column)[0])
         (slope,) = torch.autograd.grad(logit, seen["embedding"])
     gradient = (slope * seen["embedding"].detach())[0].double().sum(-1).cpu()  # T
     return Occlusion(

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from clearhead.core.config import ModelConfig
+from clearhead.core.dtypes import wide
 from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import InputError, refuse, refuse_unknown
 from clearhead.hub import preprocessor, tokenizer
@@ -364,7 +365,7 @@ def recorded(model: Transformer, patterns: Iterable[str], *main: Tensor, **given
 LARGEST = 2**28  # numbers of all patterns together; where there would be more, none is kept
 LARGEST_GRAPH = 2**24  # numbers of all patterns, of a pass that is kept with its gradients
 SLOPED = (".z", ".pattern", ".v", ".scores", "embedding", "feedforward.out")
-UNSEEN = (".pre", "resid_mid", "logits")
+UNSEEN = (".pre", ".in", "resid_mid", "logits")
 
 
 @dataclass(frozen=True)
@@ -476,6 +477,24 @@ class Choices:
     def count(self) -> int:
         """How many choices there are."""
         return self.prepared.m.config.vocab_size if self.kind == "token" else len(self.names)
+
+    @property
+    def problem(self) -> str | None:
+        """What a classifier says of its classes: several may hold, or they are numbers; None: one holds."""
+        description = self.prepared.m.description
+        return None if self.kind != "class" or description is None else description.theirs.get("problem_type")
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether a softmax over all choices follows: what every score gains alike changes nothing."""
+        return self.count > 1 and self.problem not in ("multi_label_classification", "regression")
+
+    def probability(self, scores: Tensor, number: int) -> float | None:
+        """Return the probability of one choice, of scores [N]; None where the model gives numbers."""
+        if self.problem == "regression":
+            return None
+        scores = wide(scores)
+        return float((scores.softmax(-1) if self.exclusive else scores.sigmoid())[number])
 
     def name(self, number: int) -> str:
         """Return one choice, as people read it."""

@@ -106,13 +106,13 @@ def patched_scores(
     rows: Sequence[Sequence[Site]],
     column: int = -1,
     on_progress: OnRows = lambda done, total: None,
-    kept: Sequence[int] | None = None,
+    figure: Callable[[Tensor], Tensor] = lambda scores: scores,
     ids: Tensor | None = None,
 ) -> Tensor:
     """Run an input once for each row of sites with the values there; return one column's scores [B, N].
 
-    `column` is as in `Choices`; `on_progress` is told after each batch how many rows are done; `kept` names
-    the choices that are returned, None: all N; `ids` [B, ...] are what each row reads, None: the same.
+    `column` is as in `Choices`; `on_progress` is told after each batch how many rows are done; `figure`
+    makes what is returned of each batch's scores; `ids` [B, ...] are what each row reads, None: the same.
     """
     choices, length = choices_of(prepared), len(prepared.tokens) + len(prepared.source_tokens or ())
     column = find_column(column, choices.columns)
@@ -131,7 +131,7 @@ def patched_scores(
             if hidden is None:
                 hidden = prepared.model(**repeated, logits="none").hidden
             some = choices.column_scores(hidden, column).float()
-        scores.append(some if kept is None else some[:, list(kept)])
+        scores.append(figure(some))
         on_progress(start + len(batch), len(rows))
     return torch.cat(scores).cpu()[torch.tensor(order).argsort()]
 

@@ -35,7 +35,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.inside import inputs, names, results
 from clearhead.inside.inputs import CachedPass, Choices, choices_of, find_column
-from clearhead.inside.logit_attribution import LogitQuery, Term, parts_of, terms_of
+from clearhead.inside.logit_attribution import Compared, LogitQuery, Term, parts_of, terms_of
 from clearhead.run.generate.exits import stop_at
 from clearhead.run.kernels.parts import like
 from clearhead.variants.contexts import evaluating
@@ -234,13 +234,15 @@ def _measure(
 
 
 @dataclass(frozen=True)
-class Contributions(results.Result):
-    """A logit as a sum."""
+class Contributions(results.Result, Compared):
+    """A logit as a sum; see `centred` in `logit_attribution`."""
 
     columns: tuple[str, ...]  # as in `Choices`: the tokens, mostly
     column: int  # where it is read
     choice: str  # whose logit it is
-    against: str | None  # less whose logit
+    against: str | None  # less whose logit; None: less the mean of all, where it is `centred`
+    centred: bool
+    probability: float | None  # of the choice; None where the model gives numbers
     terms: tuple[Term, ...]  # in the order of the forward pass
     logit: float  # what the model says; before the soft cap where it has one
     capped: float | None  # what it says after that cap
@@ -273,7 +275,9 @@ def contributions(
         token: whose logit: a token, by its text or id; a class, for a classifier or tagger; a place,
             "4:token", for spans. None: what the model says there.
         position: of the token that reads; -1 is the last. For spans 0 is where one begins, 1 where it ends.
-        against: subtract the logit of this one.
+        against: subtract the logit of this one, or of the "runner-up", the best other one. None: subtract the
+            mean of all logits, so that what lifts every one alike counts for nothing (not where classes are
+            numbers, or several may hold).
     """
     query = LogitQuery.of(m, given, token, position, target, against, pair)
     terms = terms_of(query, parts_of(query))
@@ -282,6 +286,8 @@ def contributions(
         column=query.column,
         choice=query.name,
         against=query.against,
+        centred=query.centred,
+        probability=query.probability,
         terms=terms,
         logit=query.logit,
         capped=query.capped,

@@ -1,5 +1,8 @@
 """Direct logit attribution: a logit as a sum over what every part, and every neuron, adds to the stream.
 
+A part may lift every logit alike, which changes no probability. So where a softmax follows, a logit is that
+of its choice less the mean of all choices (`centred`), or less that of one other choice.
+
     found = firing(m, "The cat sat on the", count=5)
     found.neurons[0].name, found.neurons[0].value       # "2.117", in logits
 
@@ -14,10 +17,12 @@ feed-forward. All in float64.
 """
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as nnf
@@ -84,14 +89,17 @@ class LinearReadout:
     bias: float = 0.0  # of the output layer
 
 
-def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int | None) -> LinearReadout:
-    """Return how a score, or the difference of two, depends on the hidden states [T, D]; before a soft cap.
+def read_back(
+    head: Head, hidden: Tensor, column: int, choice: int, against: int | None, centred: bool
+) -> LinearReadout:
+    """Return how a score depends on the hidden states [T, D]; before a soft cap.
 
-    `column` and the choices are as in `Choices`. An activation on the way is replaced by its tangent at the
-    actual state; what that leaves over is in `transform`.
+    `column` and the choices are as in `Choices`. The score is less that of the choice `against`, or, where
+    that is None and it is `centred`, less the mean of all. An activation on the way is replaced by its
+    tangent at the actual state; what that leaves over is in `transform`.
     """
     assert isinstance(head, ClassifierHead | TokenHead | LanguageHead)
-    direction, bias = _difference(head.out, choice, against)
+    direction, bias = _difference(head.out, choice, against, centred)
     if isinstance(head, ClassifierHead):
         every = list(range(len(hidden)))
         rows = {"cls": every[:1], "last": every[-1:]}.get(head.pooling or "mean", every)
@@ -105,17 +113,21 @@ def read_back(head: Head, hidden: Tensor, column: int, choice: int, against: int
     return LinearReadout(torch.tensor([column]), direction[None], transform, bias)
 
 
-def read_span(head: Head, column: int, place: int, against: int | None) -> LinearReadout:
-    """Return the same for a span, where a choice is a token: its score, perhaps less another token's."""
+def read_span(head: Head, column: int, place: int, against: int | None, among: int) -> LinearReadout:
+    """Return the same for a span, where a choice is one of `among` tokens; centred if there are several."""
     assert isinstance(head, TokenHead)
     refuse(
         head.pooler is not None,
         "a pooler bends the states of a span before they are scored: ask about a model without it",
     )
-    direction, bias = _difference(head.out, column, None)
-    if against is None:
-        return LinearReadout(torch.tensor([place]), direction[None], bias=bias)
-    return LinearReadout(torch.tensor([place, against]), torch.stack([direction, -direction]))
+    direction, bias = _difference(head.out, column, None, False)
+    if against is not None:
+        return LinearReadout(torch.tensor([place, against]), torch.stack([direction, -direction]))
+    shares = torch.zeros(among, dtype=torch.float64)
+    shares[place] = 1
+    if among > 1:
+        shares, bias = shares - 1 / among, 0.0
+    return LinearReadout(torch.arange(among), shares[:, None] * direction, bias=bias)
 
 
 def exact(x: Tensor) -> Tensor:
@@ -129,12 +141,21 @@ def through_linear(layer: nn.Linear, direction: Tensor) -> tuple[Tensor, float]:
     return direction @ exact(layer.weight), bias
 
 
-def _difference(out: nn.Linear, choice: int, against: int | None) -> tuple[Tensor, float]:
-    """Return one row of an output layer, perhaps less another, and the same of its bias: [D] and a number."""
-    numbers = [choice] if against is None else [choice, against]
-    weight = exact(out.weight[numbers])
-    sign = weight.new_tensor([1.0, -1.0][: len(numbers)])
-    return sign @ weight, 0.0 if out.bias is None else float(sign @ exact(out.bias[numbers]))
+def _difference(out: nn.Linear, choice: int, against: int | None, centred: bool) -> tuple[Tensor, float]:
+    """Return a row of an output layer, less another or the mean, and the same of its bias: [D], a number."""
+
+    def of(weight: Tensor) -> Tensor:
+        row = exact(weight[choice])
+        if against is not None:
+            return row - exact(weight[against])
+        if not centred:
+            return row
+        mean = torch.zeros_like(row)
+        for first in range(0, len(weight), ROWS):  # as float64 all rows at once would be a long copy
+            mean += exact(weight[first : first + ROWS]).sum(0) / len(weight)
+        return row - mean
+
+    return of(out.weight), 0.0 if out.bias is None else float(of(out.bias))
 
 
 def _through_transform(head: LanguageHead, state: Tensor, direction: Tensor) -> tuple[Tensor, float]:
@@ -177,6 +198,10 @@ def _tangent(bend: Callable[[Tensor], Tensor], x: Tensor, direction: Tensor) -> 
     return direction * slope, float(direction @ (y - slope * x).detach())
 
 
+RUNNER_UP = "runner-up"  # names the best choice but the one that is asked about
+ROWS = 4096  # of an output layer that are taken to float64 at a time
+
+
 # Direct contributions of each part --------------------------------------------------------------------------
 
 
@@ -200,9 +225,23 @@ class AddedPart:
     slope: Tensor  # of the same shape
 
 
+class Compared:
+    """The base of what is said of one logit, less another one or the mean of all."""
+
+    choice: Any
+    against: str | None
+    centred: bool
+
+    @property
+    def logit_name(self) -> str:
+        """The logit in words."""
+        less = "the mean of all" if self.centred else f"that of {self.against}" if self.against else ""
+        return f"logit of {self.choice}{less and f' less {less}'}"
+
+
 @dataclass(frozen=True)
 class LogitQuery:
-    """One logit, perhaps less another one, and the forward pass that it was read from."""
+    """One logit, less another one or the mean of all, and the forward pass that it was read from."""
 
     prepared: inputs.Prepared
     choices: Choices
@@ -238,6 +277,11 @@ class LogitQuery:
         with torch.no_grad(), evaluating(prepared.model):
             scores = choices.column_scores(output.hidden, column)[0]
         choice = int(scores.argmax()) if token is None else choices.find(token)
+        if against == RUNNER_UP:
+            refuse(len(scores) < 2, "there is no runner-up: this model has one choice")
+            others = scores.clone()
+            others[choice] = -math.inf
+            against = int(others.argmax())
         other = None if against is None else choices.find(against)
         refuse(
             other == choice,
@@ -255,9 +299,22 @@ class LogitQuery:
         """Whose logit is subtracted."""
         return None if self.other is None else self.choices.name(self.other)
 
+    @property
+    def centred(self) -> bool:
+        """Whether the logit is less the mean of all."""
+        return self.other is None and self.choices.exclusive
+
+    @property
+    def probability(self) -> float | None:
+        """The model's probability of the choice; None where it gives a number."""
+        return self.choices.probability(self.scores, self.choice)
+
     def difference(self, scores: Tensor) -> Tensor:
-        """Return the logit, less the other one, of scores [N]: a number with its graph."""
-        return scores[self.choice] if self.other is None else scores[self.choice] - scores[self.other]
+        """Return the logit, less the other one or the mean, of scores [..., N] -> [...], with its graph."""
+        logit = scores[..., self.choice]
+        if self.other is not None:
+            return logit - scores[..., self.other]
+        return logit - scores.mean(-1) if self.centred else logit
 
     @cached_property
     def output_logit(self) -> float:
@@ -285,8 +342,9 @@ class LogitQuery:
             "ask about a model without it",
         )
         if self.choices.kind == "place":
-            return read_span(head, self.column, self.choice, self.other)
-        return read_back(head, exact(self.output.hidden[0]), self.column, self.choice, self.other)
+            return read_span(head, self.column, self.choice, self.other, self.choices.count)
+        hidden = exact(self.output.hidden[0])
+        return read_back(head, hidden, self.column, self.choice, self.other, self.centred)
 
     @property
     def capped(self) -> float | None:

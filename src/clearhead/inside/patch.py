@@ -129,8 +129,8 @@ def patch(
     )
 
     every = [(site,) for _, sites in tables for row in sites for site in row if site is not None]
-    patched = patched_scores(second, seen, every, column, on_progress, (good, bad))  # B 2
-    values = iter(((patched[:, 0] - patched[:, 1] - bottom) / (top - bottom)).tolist())
+    lead = patched_scores(second, seen, every, column, on_progress, lambda x: x[:, good] - x[:, bad])  # B
+    values = iter(((lead - bottom) / (top - bottom)).tolist())
 
     def filled(sites: Sites) -> Tensor:
         return torch.tensor([[math.nan if site is None else next(values) for site in row] for row in sites])

@@ -38,7 +38,7 @@ from clearhead.variants.costs import Cost, cost
 from clearhead.variants.steps import Step
 
 FIRST = 5  # values shown of each result
-RECENT = 12  # latest steps that are searched for the one that computed an activation
+RECENT = 24  # latest steps that are searched for the one that computed an activation
 # Functions from logits to probabilities, by their formulas.
 PROBABILITIES: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax(x)": lambda logits: wide(logits).softmax(-1),

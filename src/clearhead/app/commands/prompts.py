@@ -416,13 +416,13 @@ def lens(
         text (TEXT): the text; for a model of images, an image file
         top: how many of the likeliest tokens to keep
         position: which token's answer to print; -1 is the last
-        contributions: show what each head, feed-forward and embedding adds to a token's logit
+        contributions: show what each head, feed-forward and embedding adds to a token's logit over the mean
         token: of contributions: whose logit (· is a space); default: what the model says
-        against: of contributions: subtract this token's logit
+        against: of contributions: subtract this token's logit, not the mean; "runner-up": the best other one
 
     For example:
       clearhead lens my-model/ "The cat sat on the" --plot lens.png
-      clearhead lens my-model/ "The cat sat on the" --contributions --token " mat"
+      clearhead lens my-model/ "The cat sat on the" --contributions --against runner-up
       clearhead lens my-model/ "Ein Hund" --target "A dog" --position 0 --json
     """
     refuse(
@@ -472,9 +472,10 @@ def _contribution_table(contributions: Contributions) -> Table:
         before = {"the model's logit before its soft cap": contributions.logit}
         sums = {"sum": contributions.total, **before, "the model's logit": contributions.capped}
     rows, totals = ([(name, f"{value:+.4f}") for name, value in part.items()] for part in (values, sums))
-    versus = f" less that of {contributions.against}" if contributions.against is not None else ""
-    title = f"logit of {contributions.choice}{versus}, after {contributions.columns[contributions.column]}"
-    return table(title, ("part", ">adds"), [*rows, (), *totals])
+    title = f"{contributions.logit_name}, after {contributions.columns[contributions.column]}"
+    p = contributions.probability
+    caption = "" if p is None else f"the model gives {contributions.choice} the probability {p:.4f}"
+    return table(title, ("part", ">adds"), [*rows, (), *totals], caption)
 
 
 def patch(

@@ -385,7 +385,7 @@ class PageRun:
         return {
             **{
                 name: plain(getattr(carried, name))
-                for name in ("column", "choice", "against", "rows", "terms")
+                for name in ("column", "choice", "against", "centred", "probability", "rows", "terms")
             },
             "edges": [plain(edge) for edge in carried.strongest(EDGES)],
             "sources": carried.sources.tolist(),

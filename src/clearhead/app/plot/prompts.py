@@ -216,10 +216,9 @@ def draw_contributions(terms: Contributions) -> Figure:
     names = [f"head {term.name}" if term.head is not None else term.name for term in largest]
     canvas.signed_bars(last, [term.value for term in largest], names, above=canvas.RED, below=canvas.BLUE)
     last.set_xlabel(f"added to the logit: the {len(largest)} largest of {len(terms.terms)}")
-    versus = f" less that of {terms.against}" if terms.against is not None else ""
     cap = " before the soft cap" if terms.capped is not None else ""
     where = f"{terms.columns[terms.column]}: {terms.logit:.3f}{cap}"
-    title = f"Direct contributions to the logit of {terms.choice}{versus} at {where}"
+    title = f"Direct contributions to the {terms.logit_name} at {where}"
     figure.suptitle(canvas.plain(title), fontsize=11)
     return figure
 

@@ -34,7 +34,7 @@ export const worthSection = {
       if (!body || !run) return;
       const image = Boolean(run.picture);
       const name = el("span", { class: "mono", dir: "auto" }, body.choice);
-      replace(words, "The logit of ", name, ` is ${figure(body.logit)}. A ${image ? "patch" : "word"} is left out by putting `, el("span", { class: "mono" }, body.without), " in its place.");
+      replace(words, "The logit of ", name, ` less the mean of all is ${figure(body.logit)}. A ${image ? "patch" : "word"} is left out by putting `, el("span", { class: "mono" }, body.without), " in its place.");
       replace(pictures, image ? [picture(run, body.dropped, "left out"), picture(run, body.gradient, "gradient × input")] : null);
       const most = (values) => Math.max(...values.map(Math.abs), 1e-9);
       const [left, right] = [most(body.dropped), most(body.gradient)];

@@ -258,8 +258,8 @@ export const lensSection = {
       );
       replace(
         parts,
-        el("h3", {}, "What each part adds to the logit of ", el("span", { class: "mono" }, body.choice), ` at position ${body.column}`),
-        el("p", { class: "soft" }, "Heads, feed-forwards and embeddings, with every norm held at what it does here. Together: ", el("span", { class: "mono", id: "lens-sum", "data-value": body.total }, figure(body.total, 5)), "; the model's logit: ", el("span", { class: "mono", id: "lens-logit", "data-value": body.logit }, figure(body.logit, 5)), "."),
+        el("h3", {}, "What each part adds to the logit of ", el("span", { class: "mono" }, body.choice), `${body.centred ? " less the mean of all" : ""} at position ${body.column}`),
+        el("p", { class: "soft" }, "Heads, feed-forwards and embeddings, with every norm held at what it does here. Together: ", el("span", { class: "mono", id: "lens-sum", "data-value": body.total }, figure(body.total, 5)), `; the model's logit${body.centred ? " less the mean of all" : ""}: `, el("span", { class: "mono", id: "lens-logit", "data-value": body.logit }, figure(body.logit, 5)), "."),
         el("figure", { class: "wide", tabindex: "0", role: "group", "aria-label": "What each part adds" }, picture),
         saveButtons(() => picture, "contributions"),
       );

@@ -351,7 +351,7 @@ export const pathSection = {
       leading = leadingEdge(body.edges) || null;
       app.store.set("leading", { run: run.run, head: leading?.part });
       const carried = found.total - found.rest;
-      replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? null : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
+      replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? (found.centred ? " less the mean of all" : null) : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
       replace(why);
       draw();
       await fillCells(run, wait);
