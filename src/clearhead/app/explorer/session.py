@@ -19,13 +19,12 @@ import numpy as np
 
 from clearhead.app.explorer.findings import findings, shapes
 from clearhead.app.explorer.interventions import fired
-from clearhead.app.explorer.views import TASKS, PageRun, begin, model_view, tokens_view
+from clearhead.app.explorer.views import TASKS, OnPart, PageRun, begin, model_view, tokens_view
 from clearhead.app.views import page_view
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.preprocessor import read_image
 from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
-from clearhead.inside.interventions import OnRows
 from clearhead.inside.memories import ReadCorpus
 from clearhead.learn.data.sounds import SUFFIXES
 from clearhead.run.api import Model
@@ -39,7 +38,7 @@ SWEEP = 16_000  # samples of the tone that a model of speech begins with
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 EXAMPLE = "The cat sat on the mat because it was tired."
 OTHER = "A dog slept on the rug, for it was old."
-FORGOTTEN = 30.0  # seconds after which a job that nobody asks about ends
+FORGOTTEN = 8.0  # seconds after which a job that nobody asks about ends
 KEPT_JOBS = 32
 
 
@@ -127,21 +126,22 @@ class Ended(Exception):
 class PageJob:
     """Work of many passes, in a thread of its own; it ends where nobody asks about it."""
 
-    def __init__(self, work: Callable[[OnRows], Any]) -> None:
+    def __init__(self, work: Callable[[OnPart], Any]) -> None:
         self.done, self.total, self.polled = 0, 0, time.monotonic()
         self.body: Any = None
+        self.part: Any = None  # of the body, what is there already
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(work,), name="clearhead-job", daemon=True)
         self.thread.start()
 
-    def _run(self, work: Callable[[OnRows], Any]) -> None:
+    def _run(self, work: Callable[[OnPart], Any]) -> None:
         try:
             self.body = work(self._tell)
         except Exception as error:  # it is raised where the job is asked about
             self.error = error
 
-    def _tell(self, done: int, total: int) -> None:
-        self.done, self.total = done, total
+    def _tell(self, done: int, total: int, part: Any = None) -> None:
+        self.done, self.total, self.part = done, total, part
         if time.monotonic() - self.polled > FORGOTTEN:
             raise Ended
 
@@ -153,7 +153,8 @@ class PageJob:
         if self.error is not None and not isinstance(self.error, Ended):
             raise self.error
         ready = self.body is not None
-        return {"ready": ready, "done": self.done, "total": self.total, "body": self.body}
+        body = self.body if ready else self.part
+        return {"ready": ready, "done": self.done, "total": self.total, "body": body}
 
 
 class Session:

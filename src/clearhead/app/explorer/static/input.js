@@ -5,7 +5,7 @@ import { el, figure, press, replace, tokenText } from "./dom.js";
 import { patchImage, soundImage } from "./image.js";
 import { asks } from "./query.js";
 import { drawingPad } from "./pad.js";
-import { askedOf, columnOf, leadingEdge, openRun } from "./selection.js";
+import { askedOf, columnOf, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
 const INPUT_PAUSE = 120; // milliseconds without a key, after which what is typed is shown as tokens
@@ -292,11 +292,7 @@ export const inputSection = {
       tinted.hidden = !found;
       if (!found) return;
       const word = (text) => el("span", { class: "mono", dir: "auto" }, text);
-      const edge = leadingEdge(found.edges);
-      const run = app.store.get("run");
-      const from = edge && (/^[a-z]/.test(edge.part) ? run.source : run.tokens).labels[edge.source];
-      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " moved most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
-      replace(tinted, lead, "Tinted: what heads moved from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
+      replace(tinted, "Tinted: what heads moved from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
     }
 
     function markChosen() {
