@@ -117,9 +117,11 @@ def patched_scores(
     choices, length = choices_of(prepared), len(prepared.tokens) + len(prepared.source_tokens or ())
     column = find_column(column, choices.columns)
     resumed = Resumed.of(prepared) if ids is None else None
-    # Of rows that resume, those that begin at like layers go together.
-    order = range(len(rows)) if resumed is None else sorted(range(len(rows)), key=lambda i: resumed.first(rows[i]))
-    count, scores = max(1, (TOKENS_AT_ONCE if resumed is None else min(TOKENS_AT_ONCE, RESUMED_AT_ONCE)) // length), []
+    at_once, order, scores = TOKENS_AT_ONCE, list(range(len(rows))), []
+    if resumed is not None:  # rows that begin at like layers go together
+        at_once, first = min(TOKENS_AT_ONCE, RESUMED_AT_ONCE), [resumed.first(sites) for sites in rows]
+        order.sort(key=first.__getitem__)
+    count = max(1, at_once // length)
     for start in range(0, len(rows), count):
         batch = [rows[place] for place in order[start : start + count]]
         changes = _changes([(row, site) for row, sites in enumerate(batch) for site in sites], values)

@@ -1,4 +1,4 @@
-"""Why this answer: the parts whose removal takes most from its probability, and what they read, in a sentence.
+"""Why this answer: the parts whose removal takes most from its probability, and what they read.
 
     found = explain(m, "Tom Miller came. Then Tom")
     found.sentence      # 'Head 4.4 copied “Miller” from 4 tokens back; without it 13 % → 1 %.'
@@ -30,7 +30,9 @@ from clearhead.variants.contexts import evaluating, record
 BY_GRADIENT = 24  # candidates among heads, by gradient × activation
 BY_PATH = 8  # and by the strongest paths
 FIRST_LAYERS = 2  # and all heads of these
-DIRECT = 0.25  # of the loss in log-probability that a head must add to the logit itself, or its path says little
+DIRECT = (
+    0.25  # of the loss in log-probability that a head must add to the logit itself, or its path says little
+)
 DECIDES = 0.25  # of its probability that an answer loses without a part that decides it
 
 
@@ -82,7 +84,9 @@ class Story(Result):
         """The story in one or two sentences, of which each number was measured."""
         most, head, answer = self.effects[0], self.head, f"“{spoken(self.choice)}”"
         if not self.decides(most):
-            return f"No single part decides {answer}: without {most.title}, the strongest, {self._change(most)}."
+            return (
+                f"No single part decides {answer}: without {most.title}, the strongest, {self._change(most)}."
+            )
         if most is head:
             return f"Head {most.name} {self._read()}; without it {self._change(most)}."
         first = f"{most.title.capitalize()} decides {answer}: without it {self._change(most)}."

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from clearhead.app.explorer.findings import inputs_for
 from clearhead.app.explorer.views import PageRun, packed_floats, short
 from clearhead.errors import InputError, refuse
 from clearhead.inside.ablation import How, effect, effect_of_each
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.geometry import neighbours, projection, similarity
-from clearhead.inside.heads import library_sentences
 from clearhead.inside.inputs import choices_of, find_column, prepare
 from clearhead.inside.interventions import Values, single_parts, steering, steering_vector
 from clearhead.inside.logit_attribution import firing
@@ -29,7 +29,6 @@ LISTED = 12  # of the likeliest choices, before and after
 NEURONS = 8  # that are listed
 GROUP_TOKENS = 1536  # of the parts that are tried in one go
 FIRED = 3  # places that are shown of each
-CORPUS = 48  # sentences in which the page looks for what fires them
 WRITTEN = 24  # tokens of a steered text
 NEAR = 24  # tokens around the chosen one on the map
 CHOICES = 5  # of a steered answer
@@ -192,9 +191,9 @@ def neurons(
 
 
 def fired(m: Model) -> ReadCorpus | None:
-    """Return what fires every neuron of a model in some English sentences; None where it reads no text."""
+    """Return what fires every neuron in the examples for this model; None where it reads no text."""
     readable = m.tokenizer is not None and m.config.input == "tokens" and len(m.config.stacks) == 1
-    return read_corpus(m, library_sentences()[:CORPUS], top=FIRED) if readable else None
+    return read_corpus(m, [given for _, given, _ in inputs_for(m)], top=FIRED) if readable else None
 
 
 def steered(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.app.explorer.findings import findings, shapes
+from clearhead.app.explorer.findings import best_example, findings, shapes
 from clearhead.app.explorer.interventions import fired
 from clearhead.app.explorer.views import TASKS, OnPart, PageRun, begin, model_view, tokens_view
 from clearhead.app.views import page_view
@@ -64,7 +64,9 @@ class Opened:
     def open(self) -> None:
         """Load the model; keep what goes wrong as one line."""
         try:
-            self.m = self.opener()
+            m = self.opener()
+            self.example = self.example or first_example(m)
+            self.m = m  # from here on it is ready
         except Exception as error:  # the page must say it, whatever it is
             named = "" if isinstance(error, ClearheadError) else f"{type(error).__name__}: "
             self.says, self.failed = f"{named}{error}", True
@@ -72,7 +74,7 @@ class Opened:
     def view(self) -> dict[str, Any]:
         """Return what the page says of it."""
         if self.m is not None:
-            return model_view(self.m, self.name, self.example or first_example(self.m))
+            return model_view(self.m, self.name, self.example)
         return {
             **{"name": self.name, "ready": False, "failed": self.failed, "says": self.says},
             **{"layers": 0, "parameters": 0},
@@ -80,9 +82,15 @@ class Opened:
 
 
 def first_example(m: Model) -> dict[str, Any]:
-    """Return something to begin with, for any model: a sentence, a row of ids, or a picture of a shape."""
-    if m.config.input in ("patches", "frames"):
-        return {"image" if m.config.input == "patches" else "sound": None}
+    """Return what to begin with: of a few inputs for this task, the one that single heads move most."""
+    if m.config.input == "frames":
+        return {"sound": None}
+    with suppress(ClearheadError):
+        best = best_example(m)
+        if best is not None:
+            return best
+    if m.config.input == "patches":
+        return {"image": None}
     if m.tokenizer is None:
         return {"ids": list(range(min(12, m.config.vocab_size, m.max_length)))}
     if m.config.head == "mlm" and m.special.get("mask") is not None:
@@ -104,7 +112,8 @@ def first_given(m: Model, text: str | None) -> tuple[Any, str | None]:
     example = first_example(m)
     if m.config.input == "frames":
         return _sound(None), None
-    return example.get("text") or example.get("ids") or _image(m, None), example.get("pair")
+    given = example.get("text") or example.get("ids") or _image(m, example.get("image"))
+    return given, example.get("pair")
 
 
 def starting_example(text: str | None, target: str | None, pair: str | None) -> dict[str, Any] | None:

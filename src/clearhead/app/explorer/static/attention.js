@@ -281,7 +281,7 @@ export const attentionSection = {
         const { body, head, matrix } = found;
         const does = roleOf(head.name) || head.role;
         if (other) return showPair(found, other, run);
-        const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "on one or two tokens" : `spread over about ${figure(Math.round(2 ** head.entropy), 2)} tokens`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
+        const words = `Mean entropy of all rows ${figure(head.entropy)} bits: ${head.entropy < 1 ? "on one or two tokens" : `spread over about ${figure(Math.round(2 ** head.entropy), 2)} tokens`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
         return show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix, rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
       });
     }

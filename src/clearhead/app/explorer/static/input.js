@@ -26,10 +26,22 @@ function inputChips(tokens, chosen, onChoose, all, showAll) {
   const chips = some.map((label, place) => {
     const span = tokens.spans[place];
     const small = [tokens.ids.length ? tokens.ids[place] : null, span && span[1] > span[0] ? `${span[0]}–${span[1]}` : null].filter((part) => part !== null).join(" · ");
-    return el("li", {}, el("button", { type: "button", class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, tokenText(label), el("small", {}, small)));
+    return el("li", {}, el("button", { type: "button", class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), tabindex: place === Math.max(chosen, 0) ? "0" : "-1", onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, tokenText(label), el("small", {}, small)));
   });
   const more = tokens.labels.length > some.length ? el("li", {}, el("button", { type: "button", onclick: showAll }, `show all ${tokens.labels.length}`)) : null;
   return [...chips, more].filter(Boolean);
+}
+
+/** Arrow keys go from chip to chip; the tab key goes past the others. */
+function moveChip(event, list) {
+  const chips = [...list.querySelectorAll("button.chip")];
+  const here = chips.indexOf(event.target);
+  const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: chips.length - 1 }[event.key];
+  if (here < 0 || to === undefined || !chips[to]) return;
+  event.preventDefault();
+  chips[here].tabIndex = -1;
+  chips[to].tabIndex = 0;
+  chips[to].focus();
 }
 
 /** The text with the characters behind one token marked. */
@@ -103,6 +115,10 @@ export const inputSection = {
     let stages = null;
     const all = { tokens: false, source: false };
 
+    /** Whether what stands in the boxes is what the model has read. */
+    const unread = () => { const run = app.store.get("run"); const first = run?.source || run?.tokens; return Boolean(run) && (text.value !== (first.text || first.ids.join(" ")) || (pair.value || "") !== (run.pair || "")); };
+    for (const box of [text, pair]) box.addEventListener("input", () => { app.store.set("typed", unread()); });
+    for (const list of [tokens, source]) list.addEventListener("keydown", (event) => moveChip(event, list));
     for (const box of [text, pair]) box.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(previewTokens, INPUT_PAUSE); });
     for (const box of [text, target, pair]) {
       box.addEventListener("keydown", (event) => {

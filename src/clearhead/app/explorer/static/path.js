@@ -323,7 +323,8 @@ export const pathSection = {
       chosen = number;
       const run = app.store.get("run");
       return askWhy(async (wait) => {
-        const found = (await wait(reasonsOf(run, edge))).slice(0, 6);
+        const all = await wait(reasonsOf(run, edge));
+        const found = [...all.filter((one) => one.value > 0), ...all.filter((one) => one.value < 0)].slice(0, 6); // what speaks for it first
         const said = (one) => { const side = pathSides(one); const where = one.reader === one.source ? ["at ", named(side.to, one.reader)] : ["brought ", named(side.from, one.source), " to ", named(side.to, one.reader)]; return el("li", { "data-part": one.part }, el("span", { class: "mono" }, pathPlace(one.part) ? `head ${one.part}` : one.part), ` ${where[0]}`, el("span", { class: "mono" }, where[1]), where[2] || null, where[3] ? el("span", { class: "mono" }, where[3]) : null, ` (${where.length > 2 ? `${one.source} to ${one.reader}` : one.reader}): `, el("span", { class: "mono", "data-value": one.value }, `${one.value < 0 ? "" : "+"}${figure(one.value)}`)); };
         replace(why, el("h3", {}, `Why head ${edge.part} looks from “${named(edge.to, edge.reader)}” at “${named(edge.from, edge.source)}”`), el("p", { class: "soft" }, "What earlier parts add to the log-odds of looking there, by gradient × activation: first order, not a sum."), found.length ? el("ol", {}, found.map(said)) : el("p", { class: "soft" }, "Nothing comes before it but the tokens themselves."));
         draw();

@@ -3,7 +3,7 @@
 import { amountColour, css } from "./colour.js";
 import { el, svg } from "./dom.js";
 
-const PICTURE_RULES = ["fill", "stroke", "stroke-width", "font-family", "font-size", "font-weight", "opacity", "stroke-opacity", "stroke-dasharray", "text-anchor"];
+const PICTURE_RULES = ["fill", "stroke", "stroke-width", "font-family", "font-size", "font-weight", "opacity", "stroke-opacity", "stroke-dasharray", "text-anchor", "paint-order"];
 
 function saveBlob(blob, name) {
   const address = URL.createObjectURL(blob);

@@ -5,11 +5,11 @@ import { copyOf, pngOfDrawing } from "./picture.js";
 
 const CARD_WIDTH = 1200;
 const CARD_MARGIN = 48;
-const CARD_LETTERS = 62; // of a line of the sentence
+const CARD_LETTERS = 54; // of a line of the sentence
 
 /** The sentence with its tokens and parts set apart. */
 export function storyWords(story) {
-  const parts = story.sentence.split(/(“[^”]*”|(?:[Hh]ead|[Ff]eed-forward) (?:[a-z]+\.)?[\d.]*\d|\S+(?: \d\S*)? % → \S+(?: \d\S*)? %)/);
+  const parts = story.sentence.split(/(“[^”]*”|(?:[Hh]ead|[Ff]eed-forward) (?:[a-z]+\.)?[\d.]*\d|(?:under )?[\d.]+ % → (?:under )?[\d.]+ %)/);
   const said = (text, place) => (place % 2 === 0 ? text : text.startsWith("“") ? el("span", { class: "mono token", dir: "auto" }, text.slice(1, -1)) : el("strong", {}, text));
   return el("p", { class: "path-said", id: "story", "data-part": story.effects[0].name, "data-head": story.head?.name, "data-before": story.before, "data-after": story.effects[0].after }, parts.map(said));
 }
