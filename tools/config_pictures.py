@@ -561,6 +561,7 @@ PICTURES = {
     "experts": Drawn(
         draw_experts,
         "n_experts n_active_experts d_expert d_shared_expert router_order router_renormalise router_bias "
+        "router_groups n_active_groups router_correction router_scale shared_expert_gate "
         "dense_layers",
     ),
     "residuals": Drawn(

@@ -39,6 +39,8 @@ from clearhead.inside.trace import trace as trace
 from clearhead.labs.retrieval.index import Index as Index
 from clearhead.labs.retrieval.index import build_index as build_index
 from clearhead.labs.retrieval.passages import Hit as Hit
+from clearhead.labs.sweep import Sweep as Sweep
+from clearhead.labs.sweep import sweep as sweep
 from clearhead.learn.evaluation.evaluate import Evaluation as Evaluation
 from clearhead.learn.evaluation.evaluate import evaluate as evaluate
 from clearhead.learn.losses import balance_loss as balance_loss

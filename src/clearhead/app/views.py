@@ -57,6 +57,9 @@ GROUPS: dict[str, dict[str, Command]] = {
     "train": {
         "demo": Command("take the tour: train, generate, look inside, check", "commands.models:demo"),
         "train": Command("train a model from your own files", "commands.train:train", plot=False),
+        "sweep": Command(
+            "sweep hyperparameters: try many settings, keep the best run", "commands.train:sweep", plot=False
+        ),
         "align": Command(
             "train CLIP or SigLIP from captioned pictures",
             "commands.train:align",

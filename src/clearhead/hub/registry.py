@@ -36,9 +36,9 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
             f"{kind} has two towers, and this needs one: add /text or /image to the name of the directory"
         )
     if not isinstance(kind, str) or kind not in known:
-        names = ", ".join(sorted({**ARCHITECTURES, **TOWERS}))
         raise CheckpointError(
-            f"config.json has model_type {kind!r}: see docs/models.md for the models; known are {names}"
+            f"config.json has model_type {kind!r:.60}, none of the {len(ARCHITECTURES)} architectures "
+            "that clearhead opens: docs/models.md lists them"
         )
     return known[kind]
 

@@ -1,4 +1,4 @@
-"""Commands that train a model and measure it: train, eval, align."""
+"""Commands that train a model and measure it: train, sweep, eval, align."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import clearhead as ch
 from clearhead.app.commands.common import check_apart, check_inputs, print_notes, writing
@@ -240,6 +240,77 @@ class Watcher:
     def say(self, line: str) -> None:
         """Print a line that stays."""
         self.console.print(line, soft_wrap=not self.console.is_terminal)
+
+
+def sweep(
+    data: tuple[str, ...],
+    *,
+    vary: Repeated = (),
+    recipe: str | None = None,
+    set: Repeated = (),
+    out: Path | None = None,
+    trials: int = 20,
+    method: Literal["halving", "random", "grid"] = "halving",
+    workers: int | None = None,
+    seed: int = 0,
+    keep: bool = False,
+    ray: bool = False,
+) -> View:
+    """Sweep hyperparameters: train a recipe with many settings on the same data, and keep the best run.
+
+    A sweep that was stopped goes on when the command is given again.
+
+    Args:
+        data (DATA): files, folders, globs, or an embedded corpus
+        vary (KEY=VALUES): values of a key to try, such as train.lr=1e-4..1e-2 or model.n_layers=2,4
+        recipe: a recipe's name or .toml file; default: by the data
+        set (KEY=VALUE): change the recipe of all trials, such as train.steps=2000
+        out: folder to write; default: sweeps/ and the name of the data
+        trials: how many; the first is the recipe as it is
+        method: successive halving, random search, or every combination
+        workers: trials at once, each in a process; default: one for each core, one on a GPU
+        seed: random seed of the settings that are drawn
+        keep: keep the weights of all trials
+        ray: run the trials on a Ray cluster
+
+    For example:
+      clearhead sweep my.txt --vary train.lr=1e-4..1e-2 --vary model.n_layers=2,4,6
+      clearhead sweep reviews.tsv --recipe classify --vary model.dropout=0..0.5 --trials 30
+      clearhead sweep a.en a.de --vary train.label_smoothing=0,0.1 --method grid
+    """
+    refuse(
+        not data,
+        "no data is named: name files first, such as clearhead sweep my.txt --vary train.lr=1e-4..1e-2",
+    )
+    done = ch.sweep(
+        data, vary, recipe=recipe, settings=set, out=out, trials=trials, method=method, workers=workers,
+        seed=seed, keep=keep, ray=ray, tell=lambda line: print_notes([line]),
+    )  # fmt: skip
+    from clearhead.labs.sweep import value_of
+
+    keys, metric = list(done.vary), done.metric
+    rows = [
+        [str(trial.number), *(_short(trial.settings.get(key, "recipe's")) for key in keys)]
+        + [f"{trial.step:,} of {trial.steps:,}", f"{value_of(trial, metric):.4f}"]
+        for trial in done.ranked
+    ]
+    failed = [
+        f"trial {trial.number}  {trial.words()}  failed: {trial.error}"
+        for trial in done.trials
+        if trial.error
+    ]
+    best, first = done.best, value_of(done.trials[0], metric)
+    than = f"; the recipe as it is: {first:.4f}" if best.number else ""
+    ends = [
+        f"best: {best.words()}  {metric} {value_of(best, metric):.4f}{than}",
+        f"saved {done.folder / 'best'}, sweep.json and sweep.png",
+    ]
+    shown = table(str(done.folder), (">trial", *(f">{key}" for key in keys), ">steps", f">{metric}"), rows)
+    return View(done, [shown, *failed, *ends])
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def evaluate(
