@@ -78,6 +78,7 @@ CASES = {
     "memories": "inside:run_memories",
     "prune_curve": "inside:run_prune_curve",
     "explorer": "explorer:main",
+    "story": "story:main",
     # This checkout and another
     "versions": "versions:main",
 }
