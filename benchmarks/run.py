@@ -77,6 +77,8 @@ CASES = {
     "syntax": "inside:run_syntax",
     "memories": "inside:run_memories",
     "prune_curve": "inside:run_prune_curve",
+    "circuits": "circuits:run_circuits",
+    "edges": "circuits:run_methods",
     "explorer": "explorer:main",
     "story": "story:main",
     # This checkout and another

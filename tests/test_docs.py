@@ -215,7 +215,7 @@ def test_a_number_that_its_record_does_not_hold_is_found() -> None:
 
 def test_counts_of_the_readme_and_of_pages_are_those_of_the_code() -> None:
     readme = (ROOT / "README.md").read_text()
-    names = ("index.md", "faq.md", "coming-from.md", "models.md", "tutorial/8-sharing.md")
+    names = ("index.md", "faq.md", "coming-from.md", "models.md", "tutorial/9-sharing.md")
     for page in (readme, *((ROOT / "docs" / name).read_text() for name in names)):
         assert f"{len(ARCHITECTURES)} architectures" in page
     assert len(readme.splitlines()) <= 110

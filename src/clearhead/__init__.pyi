@@ -23,6 +23,8 @@ from clearhead.inside.ablation import ablate as ablate
 from clearhead.inside.attention import attention as attention
 from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
+from clearhead.inside.circuit import Circuit as Circuit
+from clearhead.inside.circuit import circuit as circuit
 from clearhead.inside.folding import fold_norms as fold_norms
 from clearhead.inside.heads import heads as heads
 from clearhead.inside.inputs import run_with_cache as run_with_cache

@@ -148,6 +148,11 @@ GROUPS: dict[str, dict[str, Command]] = {
             loads=TOKENIZER,
             page={"patch": "interventions:patches"},
         ),
+        "circuit": Command(
+            "find the circuit behind an answer: edges between parts, tested",
+            "commands.circuits:circuit",
+            loads=PLACED,
+        ),
         "ablate": Command(
             "ablate heads, layers and feed-forwards",
             "commands.parts:ablate",

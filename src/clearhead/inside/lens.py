@@ -22,7 +22,7 @@ Only K of the N choices are kept, layer by layer.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -73,17 +73,19 @@ def lens(
     pair: str | None = None,
     top: int = 5,
     columns: Sequence[int] | None = None,
+    translators: Callable[[Sequence[Tensor]], list[Tensor]] | None = None,
 ) -> Lens:
     """Read every layer of the stack that feeds the head; see `prepare` for what may be given.
 
     `top` says how many of the best choices are kept for each layer and column. `columns` are those that are
-    read, by their numbers; None: all.
+    read, by their numbers; None: all. `translators` take the states to what is read: a tuned or a Jacobian
+    lens, see `translators`.
     """
     prepared = inputs.prepare(m, given, target, pair)
     choices = choices_of(prepared)
     refuse(top < 1, f"top {top} keeps nothing: choose 1 or more")
     some = [find_column(column, choices.columns) for column in columns or range(len(choices.columns))]
-    layers = _read_layers(prepared, choices, some)
+    layers = _read_layers(prepared, choices, some, translators=translators)
     last = layers[-1]
     chosen, true = last.topk(1, -1).indices[:, 0], _true(prepared, choices)[some]
     final = _log_shares(last)
@@ -120,7 +122,11 @@ def best_choices(
 
 
 def _read_layers(
-    prepared: inputs.Prepared, choices: Choices, some: list[int], reader: Transformer | None = None
+    prepared: inputs.Prepared,
+    choices: Choices,
+    some: list[int],
+    reader: Transformer | None = None,
+    translators: Callable[[Sequence[Tensor]], list[Tensor]] | None = None,
 ) -> list[Tensor]:
     """Return the scores of some columns after each layer: [C, N] each. Few columns are read at once.
 
@@ -131,6 +137,7 @@ def _read_layers(
     _, seen = prepared.record(*taps, logits="none")
     alone = choices.kind == "token" or prepared.m.config.head == "tagger"  # a column is a token's state
     states = [seen[tap][:, some] if alone else seen[tap] for tap in taps]
+    states = states if translators is None else translators(states)
     groups = [torch.cat(states)] if len(some) <= TOGETHER else states
     scores = [row for group in groups for row in choices.scores(stopped_at(reader, group))]
     return scores if alone else [row[some] for row in scores]

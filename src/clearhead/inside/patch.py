@@ -109,7 +109,7 @@ def patch(
     refuse(not parts, f"no part is named: choose from {', '.join(PARTS)}")
     for part in parts:
         refuse_unknown("part", part, PARTS)
-    first, second = _prepare_both(m, clean, corrupt, target)
+    first, second = prepare_both(m, clean, corrupt, target)
     pairs = aligned(first.first_tokens, second.first_tokens, align, subject)
     choices = choices_of(second)
     column = find_column(position, choices.columns)
@@ -120,7 +120,7 @@ def patch(
     taps = {site.tap for _, sites in tables for row in sites for site in row if site is not None}
     _, seen = first.record(*taps)
     scores = [patched_scores(run, {}, [()], own)[0] for run, own in zip((first, second), columns)]  # N
-    good, bad, note = _answers(choices, scores[0], scores[1], answer, wrong)
+    good, bad, note = answers_of(choices, scores[0], scores[1], answer, wrong)
     top, bottom = (float(run[good] - run[bad]) for run in scores)
     refuse(
         abs(top - bottom) < SAME,
@@ -149,7 +149,7 @@ def patch(
     )
 
 
-def _prepare_both(
+def prepare_both(
     m: inputs.AnyModel, clean: inputs.Given, corrupt: inputs.Given, target: inputs.Target
 ) -> tuple[inputs.Prepared, inputs.Prepared]:
     """Return both prompts as inputs; targets that the model writes end where they differ."""
@@ -358,7 +358,7 @@ def _tables(
             yield PatchMap(name, stack, rows, tokens, torch.empty(0)), sites
 
 
-def _answers(
+def answers_of(
     choices: Choices, clean: Tensor, corrupt: Tensor, answer: str | int | None, wrong: str | int | None
 ) -> tuple[int, int, str]:
     """Return the numbers of the answer and the wrong one, and a note on how the latter was found."""

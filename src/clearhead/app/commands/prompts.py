@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from clearhead.inside.lens import Contributions, Lens
     from clearhead.inside.patch import Patching
     from clearhead.inside.trace import Prediction, TraceRow, TraceStep
+    from clearhead.inside.translators import Translators
 
 WIDTH = 190  # columns, where the output is no terminal
 DETAILS = {  # headings, and the width of the terminal that each needs
@@ -409,6 +410,10 @@ def lens(
     contributions: bool = False,
     token: str | None = None,
     against: str | None = None,
+    tuned: tuple[str, ...] = (),
+    jacobian: tuple[str, ...] = (),
+    save: Path | None = None,
+    through: Path | None = None,
 ) -> View:
     """Show what the model would say if it stopped after each layer, or what each part adds to a logit.
 
@@ -419,26 +424,57 @@ def lens(
         contributions: show what each head, feed-forward and embedding adds to a token's logit over the mean
         token: of contributions: whose logit (· is a space); default: what the model says
         against: of contributions: subtract this token's logit, not the mean; "runner-up": the best other one
+        tuned (DATA): first train a tuned lens on this data: files, or an embedded corpus
+        jacobian (DATA): first measure a Jacobian lens on this data
+        save (FILE): where to write the tuned or Jacobian lens, as safetensors
+        through (FILE): read through a lens that was saved
 
     For example:
       clearhead lens my-model/ "The cat sat on the" --plot lens.png
-      clearhead lens my-model/ "The cat sat on the" --contributions --against runner-up
+      clearhead lens m/ "The cat sat" --tuned corpus.txt --save tuned.safetensors
+      clearhead lens my-model/ "The cat sat on the" --through tuned.safetensors
+      clearhead lens m/ "The cat sat on the" --contributions --against runner-up
       clearhead lens my-model/ "Ein Hund" --target "A dog" --position 0 --json
     """
     refuse(
         not contributions and (token is not None or against is not None),
         "--token and --against choose a logit to take apart: add --contributions",
     )
+    fitted = [name for name in (tuned, jacobian, through) if name]
+    refuse(len(fitted) > 1, "--tuned, --jacobian and --through each give a lens: choose one")
+    refuse(
+        contributions and bool(fitted),
+        "--contributions reads no layer through a lens: leave one of the two out",
+    )
+    refuse(save is not None and not (tuned or jacobian), "--save writes a lens: add --tuned or --jacobian")
     m = model()
     from clearhead.inside import lens as inside
+    from clearhead.inside import translators
     from clearhead.inside.inputs import find_column
 
     if contributions:
         terms = inside.contributions(m, text, token, position, target, against, pair)
         return View(terms, [_contribution_table(terms)], drawing("prompts:draw_contributions", terms))
-    seen = inside.lens(m, text, target, pair, top)
+    own = None
+    if fitted:
+        fit = translators.fit_tuned if tuned else translators.fit_jacobian
+        own = translators.Translators.load(through) if through else fit(m, tuned or jacobian)
+    if own is not None and save is not None:
+        own.save(save)
+    seen = inside.lens(m, text, target, pair, top, translators=own)
     parts = [_lens_table(seen, find_column(position, seen.columns))]
-    return View(seen, parts, drawing("prompts:draw_lens", seen))
+    if own is None:
+        return View(seen, parts, drawing("prompts:draw_lens", seen))
+    body = {**seen.to_dict(), "lens": own.kind, "logit_lens_bits": own.plain, "lens_bits": own.divergence}
+    notes = [] if save is None else [f"saved {save}"]
+    return View(body, [*parts, _fitted_table(own, seen.layers)], drawing("prompts:draw_lens", seen), notes)
+
+
+def _fitted_table(lens: Translators, layers: Sequence[str]) -> Table:
+    """Show how far each layer is from the model, through the logit lens and through this one."""
+    rows = [(name, f"{a:.3f}", f"{b:.3f}") for name, a, b in zip(layers, lens.plain, lens.divergence)]
+    caption = "bits of Kullback-Leibler divergence from the model, on text that was held out"
+    return table(f"{lens.kind} lens", ("layer", ">logit lens", f">{lens.kind} lens"), rows, caption)
 
 
 def _lens_table(lens: Lens, column: int) -> Table:

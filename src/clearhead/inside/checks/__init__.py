@@ -7,6 +7,7 @@ its dtype.
     independent  against the float64 reference, which shares no code with the model, and against transformers;
                  quantized models, two towers
     long         the same on long inputs, past every length at which a model changes what it does
+    edges        circuits of all edges and of none, one edge by hand, integrated gradients
     rows         kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler;
                  accumulated gradients, resumed runs
 """
@@ -18,6 +19,7 @@ import torch
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
+from clearhead.inside.checks.edges import edge_rows
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
 from clearhead.inside.checks.rows import (
     LARGE,
@@ -88,6 +90,7 @@ def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
         *forward_rows(inputs),
         *training_rows(inputs),
         *inside_rows(inputs, compile),
+        *edge_rows(inputs),
     ]
 
 

@@ -1,0 +1,356 @@
+"""Circuits: known ones found blind, and estimates of edges against exact edge patching."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from benchmarks.common import KeptParts, device_name
+from torch import Tensor
+
+import clearhead as ch
+from clearhead.app.plot import save as save_picture
+from clearhead.app.plot.circuits import draw_circuit
+from clearhead.inside.circuit import PromptPair, circuit
+from clearhead.inside.edge_scores import METHODS, exact_scores, runs_of
+from clearhead.labs.lab import attention as lab
+from clearhead.labs.lab.experiment import Conditions
+from clearhead.labs.lab.learning import small_model, train
+from clearhead.labs.lab.tasks import FAMILIES_PLAN, WANTED, answers, draw_rows, model_of
+
+FILE = "circuits"
+SHOWN = 12  # edges of a record
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The options of both cases."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--save", action="store_true", help="write the record")
+    parser.add_argument("--only", help="one part, by the start of its title")
+    parser.add_argument("--stories", type=Path, help="stories260K")
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M")
+    parser.add_argument("--rxnfp", type=Path, help="rxnfp's folder models/transformers/bert_pretrained")
+    parser.add_argument("--pictures", type=Path, help="draw the circuits into this folder")
+    return parser.parse_args()
+
+
+def summary(found: ch.Circuit) -> dict[str, object]:
+    """What a record keeps of a circuit."""
+    return {
+        "edges_of_the_model": found.n_edges,
+        "prompts": len(found.prompts),
+        "kept": len(found.edges),
+        "faithfulness": round(found.faithfulness, 3),
+        "completeness": round(found.completeness, 3),
+        "random_edges": round(found.random, 3),
+        "strongest": [f"{edge} {edge.score:+.3f}" for edge in found.edges[:SHOWN]],
+        "curve": [[round(value, 3) for value in vars(point).values()] for point in found.curve],
+    }
+
+
+def rank_of(found: ch.Circuit, *names: str) -> list[int]:
+    """The place of each edge among all by the size of its score, from 1."""
+    assert found.scores is not None and found.graph is not None
+    order = found.scores.abs().flatten().argsort(descending=True).tolist()
+    all_names = [
+        f"{writer} -> {reader.name}" for reader in found.graph.readers for writer in found.graph.writers
+    ]
+    return [order.index(all_names.index(name)) + 1 for name in names]
+
+
+# Induction ------------------------------------------------------------------------------------------------
+
+
+def induction_model(seed: int = 0) -> ch.Transformer:
+    """The two-layer model of the lab's experiment on induction."""
+    torch.manual_seed(seed)
+    size = {"vocab_size": lab.PAIR_SYMBOLS, "d_model": 32, "n_layers": 2, "n_heads": 2}
+    model = ch.Transformer(small_model(**size, max_positions=lab.PAIRS_LENGTH, init="xavier"))
+    for _ in train(model, lab.draw_pairs, lab.repeat_loss, lab.PAIRS_PLAN, Conditions(seed=seed), every=600):
+        pass
+    return model.eval()
+
+
+def induction_prompts(count: int = 24) -> list[PromptPair]:
+    """Rows a b c d e f a, where b comes; corrupt, a and c change places, and d comes."""
+    draw = random.Random(0)
+    rows = [draw.sample(range(lab.PAIR_SYMBOLS), 6) for _ in range(count)]
+    return [
+        PromptPair([*row, row[0]], [row[2], row[1], row[0], *row[3:], row[0]], row[1], row[3]) for row in rows
+    ]
+
+
+def looks_at(model: ch.Transformer, rows: Sequence[Sequence[int]], query: int, key: int) -> dict[str, float]:
+    """The mean weight of each head from one position to another."""
+    with torch.no_grad(), ch.record(model, "*.attention.pattern") as seen:
+        model(torch.tensor(rows))
+    return {
+        f"{tap.split('.')[1]}.{head}": float(pattern[:, head, query, key].mean())
+        for tap, pattern in seen.items()
+        for head in range(pattern.shape[1])
+    }
+
+
+def induction(options: argparse.Namespace) -> dict[str, object]:
+    """A head that looks one token back feeds the keys of a head that copies what came after."""
+    model, prompts = induction_model(), induction_prompts()
+    found = circuit(model, prompts=prompts, method="exact")
+    rows = [pair.clean for pair in prompts]
+    before, after = looks_at(model, rows, 1, 0), looks_at(model, rows, -1, 1)
+    previous = max((name for name in before if name[0] == "0"), key=before.__getitem__)
+    copies = max((name for name in after if name[0] == "1"), key=after.__getitem__)
+    named = [f"{previous} -> {copies}.k", f"{copies} -> logits"]
+    if options.pictures:
+        save_picture(draw_circuit(found), options.pictures / "circuit_induction.png")
+    return {
+        **summary(found),
+        "previous_token_head": [previous, round(before[previous], 3)],
+        "induction_head": [copies, round(after[copies], 3)],
+        "ranks": dict(zip(named, rank_of(found, *named))),
+    }
+
+
+# Modular addition -----------------------------------------------------------------------------------------
+
+PRIME, SHARE, STEPS, WIDTH = 53, 0.4, 6000, 64
+
+
+def modular(options: argparse.Namespace) -> dict[str, object]:
+    """A layer that adds modulo a prime by a few frequencies, found where it was trained to generalise."""
+    torch.manual_seed(0)
+    config = ch.ModelConfig(
+        vocab_size=PRIME + 1, d_model=WIDTH, n_layers=1, n_heads=4, d_ff=4 * WIDTH, max_positions=3,
+        tie_embeddings=False, activation="relu", positions="learned",
+    )  # fmt: skip
+    model = ch.Transformer(config)
+    a, b = torch.meshgrid(torch.arange(PRIME), torch.arange(PRIME), indexing="ij")
+    rows = torch.stack([a.flatten(), b.flatten(), torch.full((PRIME**2,), PRIME)], 1)
+    wanted = (rows[:, 0] + rows[:, 1]) % PRIME
+    order = torch.randperm(PRIME**2, generator=torch.Generator().manual_seed(0))
+    seen, unseen = order[: int(SHARE * PRIME**2)], order[int(SHARE * PRIME**2) :]
+    optimizer = torch.optim.AdamW(model.parameters(), 2e-3, (0.9, 0.98), weight_decay=1.0)
+    start, steps = time.perf_counter(), 0
+
+    def accuracy(some: Tensor) -> float:
+        with torch.no_grad():
+            return float((model(rows[some]).logits[:, -1].argmax(-1) == wanted[some]).float().mean())
+
+    for steps in range(1, STEPS + 1):
+        loss = F.cross_entropy(model(rows[seen]).logits[:, -1], wanted[seen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if steps % 100 == 0 and accuracy(unseen) > 0.999:
+            break
+    took = time.perf_counter() - start
+    model.eval()
+    table = model.decoder.embedding.front.tokens.weight.detach()[:PRIME]
+    power = np.abs(np.fft.rfft(table.numpy(), axis=0))[1:] ** 2
+    by_frequency = power.sum(1) / power.sum()
+    key = sorted(np.argsort(-by_frequency)[:5].tolist())
+    kept = np.fft.rfft(table.numpy(), axis=0)
+    kept[[place for place in range(1, len(kept)) if place - 1 not in key]] = 0
+    smooth = torch.from_numpy(np.fft.irfft(kept, PRIME, axis=0)).float()
+    places = model.decoder.positions.embed(torch.arange(3)[None], torch.float32)
+    ends = torch.cat([smooth, model.decoder.embedding.front.tokens.weight.detach()[PRIME:]])
+
+    def put(x: Tensor) -> Tensor:
+        return ends[rows[unseen]] + places
+
+    before = accuracy(unseen)
+    with ch.edit(model, {"embedding": put}):
+        alone = accuracy(unseen)
+    draw = random.Random(0)
+    prompts = []
+    while len(prompts) < 24:
+        first, second, other = (draw.randrange(PRIME) for _ in range(3))
+        if first != other:
+            answers = ((first + second) % PRIME, (other + second) % PRIME)
+            prompts.append(PromptPair([first, second, PRIME], [other, second, PRIME], *answers))
+    found = circuit(model, prompts=prompts, method="exact")
+    if options.pictures:
+        save_picture(draw_circuit(found), options.pictures / "circuit_modular.png")
+    return {
+        **summary(found),
+        "prime": PRIME, "share_trained": SHARE, "steps": steps, "train_s": round(took, 1),
+        "accuracy_unseen": round(before, 4),
+        "frequencies": [place + 1 for place in key],
+        "their_share_of_the_embedding": round(float(by_frequency[key].sum()), 3),
+        "accuracy_with_these_alone": round(alone, 4),
+    }  # fmt: skip
+
+
+# Chemistry ------------------------------------------------------------------------------------------------
+
+SMILES = re.compile(r"\[[^\]]+\]|Br|Cl|>>|.")
+HALOGENS = ("F", "Cl", "Br", "I")
+# A halogen X that the reaction leaves alone: its place in the product is blank.
+REACTIONS = (
+    "O=C(O)c1ccc(X)cc1.NCc1ccccc1>>O=C(NCc1ccccc1)c1ccc(_)cc1",
+    "O=C(Cl)c1cccc(X)c1.NC1CCCCC1>>O=C(NC1CCCCC1)c1cccc(_)c1",
+    "Nc1ccc(X)cc1.CC(=O)OC(C)=O>>CC(=O)Nc1ccc(_)cc1",
+    "O=Cc1ccc(X)cc1.NCCO>>OCCNCc1ccc(_)cc1",
+)
+
+
+def chemistry(options: argparse.Namespace) -> dict[str, object]:
+    """The head that looks from an atom of the product at the same atom of the reactants."""
+    m = ch.load(options.rxnfp)
+    vocabulary = {
+        word: number for number, word in enumerate((options.rxnfp / "vocab.txt").read_text().split("\n"))
+    }
+
+    def ids(text: str) -> list[int]:
+        words = ["[CLS]", *(("[MASK]" if word == "_" else word) for word in SMILES.findall(text)), "[SEP]"]
+        return [vocabulary[word] for word in words]
+
+    shares: dict[str, float] = {}
+    prompts, places = [], []
+    for reaction in REACTIONS:
+        for first, second in (("F", "Br"), ("Cl", "F"), ("Br", "Cl")):
+            clean, corrupt = (ids(reaction.replace("X", atom)) for atom in (first, second))
+            prompts.append(PromptPair(clean, corrupt, vocabulary[first], vocabulary[second]))
+            words = SMILES.findall(reaction)
+            places.append((words.index("_") + 1, words.index("X") + 1))
+    right, kept = 0, dict[int, list[PromptPair]]()
+    for pair, (blank, atom) in zip(prompts, places):
+        with torch.no_grad(), ch.record(m, "*.attention.pattern") as seen:
+            logits = m.model(torch.tensor([pair.clean])).logits[0, blank]
+        right += int(logits.argmax()) == pair.answer
+        kept.setdefault(blank, []).append(pair)
+        for tap, pattern in seen.items():
+            for head in range(pattern.shape[1]):
+                name = f"{tap.split('.')[1]}.{head}"
+                shares[name] = shares.get(name, 0.0) + float(pattern[0, head, blank, atom]) / len(prompts)
+    mapping = sorted(shares, key=shares.__getitem__, reverse=True)[:3]
+    results = []
+    for blank, some in kept.items():
+        results.append(circuit(m, prompts=some, method="eap-ig", position=blank, draws=3))
+    scores = torch.stack([found.scores for found in results]).mean(0)
+    graph = results[0].graph
+    assert graph is not None
+    order = scores.abs().flatten().argsort(descending=True).tolist()
+    names = [graph.edge(*divmod(place, len(graph.writers))) for place in order]
+    ranks = {
+        head: 1
+        + next(
+            rank
+            for rank, name in enumerate(names)
+            if f"{head}." in name.split(" -> ")[1] or name.startswith(f"{head} ")
+        )
+        for head in mapping
+    }
+    return {
+        "edges_of_the_model": results[0].n_edges,
+        "prompts": len(prompts),
+        "right": right,
+        "heads_that_look_at_the_atom": {head: round(shares[head], 3) for head in mapping},
+        "rank_of_their_first_edge": ranks,
+        "strongest": names[:SHOWN],
+        "by_blank": [summary(found) for found in results],
+    }
+
+
+def run_circuits() -> None:
+    """Find the circuits of induction, modular addition and atom mapping."""
+    options = arguments("Known circuits, found blind.")
+    torch.set_num_threads(1)
+    keep = KeptParts(options.save)
+    jobs = {"induction": induction, "modular addition": modular}
+    if options.rxnfp:
+        jobs["atom mapping"] = chemistry
+    for title, part in jobs.items():
+        if title.startswith(options.only or ""):
+            keep(FILE, {"title": title, **part(options)}, device=device_name())
+
+
+# Estimates and exact edge patching ------------------------------------------------------------------------
+
+
+def task_model(family: str, task: str) -> ch.Transformer:
+    """A model of the lab's families, trained on one of their tasks."""
+    torch.manual_seed(0)
+    model = model_of(family)
+
+    def loss_of(model: Any, rows: Tensor) -> Tensor:
+        wanted = WANTED[task](rows)
+        return F.cross_entropy(answers(model, rows, wanted).flatten(0, 1), wanted.flatten())
+
+    for _ in train(model, draw_rows, loss_of, FAMILIES_PLAN, Conditions(), every=300):
+        pass
+    return model.eval()
+
+
+def reversal(family: str) -> list[PromptPair]:
+    """Rows to reverse: the last symbol of the answer is the first of the row, which differs."""
+    draw, prompts = random.Random(0), []
+    for _ in range(6):
+        row = [draw.randrange(8) for _ in range(8)]
+        other = [(row[0] + draw.randrange(1, 8)) % 8, *row[1:]]
+        written = [8, *row[:0:-1]]
+        pairs = [[*each, *[8] * 8] for each in (row, other)] if family == "encoder" else [row, other]
+        prompts.append(PromptPair(*pairs, row[0], other[0], None if family == "encoder" else written))
+    return prompts
+
+
+def texts(*pairs: tuple[str, str]) -> list[PromptPair]:
+    """Pairs of texts, each answered as the model answers."""
+    return [PromptPair(*pair) for pair in pairs]
+
+
+def compare(m: Any, prompts: list[PromptPair], sample: int | None = None) -> dict[str, object]:
+    """Rank correlation with exact edge patching, and seconds."""
+    runs = runs_of(m if isinstance(m, ch.Model) else ch.Model(m), prompts, "logit", "resample", -1)
+    edges = runs[0].graph.valid.nonzero()
+    count = len(edges)
+    if sample is not None:
+        edges = edges[torch.randperm(len(edges), generator=torch.Generator().manual_seed(0))[:sample]]
+    start = time.perf_counter()
+    exact = exact_scores(runs, edges)[edges[:, 0], edges[:, 1]]
+    record: dict[str, object] = {"edges": count, "patched": len(edges), "prompts": len(prompts)}
+    record["exact_s"] = round(time.perf_counter() - start, 2)
+    for name, method in METHODS.items():
+        start = time.perf_counter()
+        scores = torch.stack([method(run, 5) for run in runs]).mean(0)[edges[:, 0], edges[:, 1]]
+        took = time.perf_counter() - start
+        record[name] = {"spearman": round(spearman(scores, exact), 3), "s": round(took, 2)}
+    return record
+
+
+def spearman(a: Tensor, b: Tensor) -> float:
+    """Rank correlation of the sizes of scores."""
+    ranks = [x.abs().argsort().argsort().double() for x in (a, b)]
+    return float(torch.corrcoef(torch.stack(ranks))[0, 1])
+
+
+def run_methods() -> None:
+    """Hold EAP, EAP-IG and AtP* against exact edge patching on five small models."""
+    options = arguments("Estimates of edges against exact edge patching.")
+    torch.set_num_threads(1)
+    keep = KeptParts(options.save)
+    stories = texts(
+        ("Tom was happy. He went to the park with his", "Tom was happy. He went to the pool with his"),
+        ("Lily had a red ball. She liked her", "Lily had a big ball. She liked her"),
+    )
+    facts = texts(("The capital of France is the city of", "The capital of Italy is the city of"))
+    jobs = {
+        "edges: lab induction": lambda: compare(induction_model(), induction_prompts(6)),
+        "edges: lab encoder": lambda: compare(task_model("encoder", "reverse"), reversal("encoder")),
+        "edges: lab encoder-decoder": lambda: compare(
+            task_model("encoder-decoder", "reverse"), reversal("encoder-decoder")
+        ),
+        "edges: stories260K": lambda: compare(ch.load(options.stories), stories),
+        "edges: SmolLM2-135M": lambda: compare(ch.load(options.smollm2), facts, sample=200),
+    }
+    missing = {"edges: stories260K": options.stories is None, "edges: SmolLM2-135M": options.smollm2 is None}
+    for title, job in jobs.items():
+        if not missing.get(title) and title.startswith(options.only or ""):
+            keep(FILE, {"title": title, **job()}, device=device_name())

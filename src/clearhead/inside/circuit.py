@@ -1,0 +1,358 @@
+"""Circuits: the edges between parts by which a model answers, and how much of the answer they carry alone.
+
+    found = circuit(m, "Ann met Tom. Ann", "Ann met Tom. Tom")       # score every edge, keep the fewest
+    found.edges[0], found.faithfulness                               # the strongest edge; 1: as the model
+    found.save("circuit.json"); Circuit.load("circuit.json").apply(m)  # a model without all other edges
+    path_patch(m, clean, corrupt, "0.1 -> 1.0.k -> logits").share    # what goes by one path
+
+The edges are those of `edges`. An edge is cut when its reader sees, in place of what its writer gives in the
+clean run, what it gives in the corrupt run (`resample`), its mean over all prompts (`mean`) or zeros. The
+score of an edge is what the metric loses when that edge alone is cut:
+
+    exact     by cutting each edge in turn
+    eap       estimated by the slope at the clean run (edge attribution patching, Syed et al. 2023)
+    eap-ig    by the mean of slopes between the corrupt and the clean input (Hanna et al. 2024)
+    atp       eap with the corrections of AtP* (Kramár et al. 2024): softmax taken anew for queries and keys,
+              and the mean size over slopes in which one layer is left out, where that is larger
+    acdc      no estimate: edges are cut for good, last ones first, while each costs less than a threshold
+              (Conmy et al. 2023)
+
+Faithfulness is the metric with only the circuit's edges, completeness what the metric loses without just
+these; both on a scale on which the run with all edges cut has 0 and the model 1.
+
+Shapes: B rows, R readers, W writers, T tokens, D model, H heads, E head width, N choices.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from clearhead.errors import InputError, refuse
+from clearhead.inside import inputs, results
+from clearhead.inside.edge_scores import (
+    METHODS,
+    Ablation,
+    Metric,
+    PromptPair,
+    Run,
+    acdc,
+    exact_scores,
+    mean_metric,
+    runs_of,
+)
+from clearhead.inside.edges import OUTPUT, Cut, EdgeGraph, cut_model
+from clearhead.inside.patch import SAME
+from clearhead.run.api import Model
+
+Method = Literal["eap", "eap-ig", "atp", "exact", "acdc"]
+SIZES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700)  # and so on, times ten
+OnEdges = Callable[[str, int, int], None]  # (stage, done, total)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """An edge, and what the metric loses without it."""
+
+    writer: str
+    reader: str
+    score: float
+
+    def __str__(self) -> str:
+        return f"{self.writer} -> {self.reader}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """How much of the answer so many edges carry."""
+
+    edges: int
+    faithfulness: float  # the metric with these edges alone
+    completeness: float  # what it loses without them
+    random: float  # faithfulness of as many edges drawn at random; the mean of some draws
+
+
+@dataclass(frozen=True)
+class Circuit(results.Result):
+    """The edges by which a model answers some prompts."""
+
+    json_names = (
+        *("prompts", "method", "metric", "ablation", "position", "steps", "full", "empty", "n_edges"),
+        *("edges", "faithfulness", "completeness", "random", "curve"),
+    )
+
+    prompts: tuple[PromptPair, ...]
+    method: str
+    metric: str
+    ablation: str
+    position: int
+    steps: int
+    full: float  # the metric of the model, the mean over prompts
+    empty: float  # and with all edges cut
+    n_edges: int  # of the model
+    edges: tuple[Edge, ...]  # of the circuit, the strongest first
+    faithfulness: float
+    completeness: float
+    random: float
+    curve: tuple[Point, ...]
+    scores: Tensor | None = None  # [R, W], of all edges; not saved
+    graph: EdgeGraph | None = None
+
+    def save(self, path: str | Path) -> None:
+        """Write the circuit as JSON."""
+        Path(path).write_text(
+            json.dumps(self.to_dict(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Circuit":
+        """Return the circuit of a file."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            lists: Mapping[str, Any] = {"prompts": PromptPair._make, "edges": _of(Edge), "curve": _of(Point)}
+            return cls(**{**values, **{name: tuple(map(make, values[name])) for name, make in lists.items()}})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{path} is no circuit: {error}") from None
+
+    def apply(self, m: inputs.AnyModel, prompt: int = 0) -> Model:
+        """Return the model in which all edges outside the circuit are cut; it shares the weights.
+
+        `prompt` is the number of the pair whose corrupt run is read across cuts, for ablation `resample`:
+        then inputs must have its length.
+        """
+        m = inputs.as_model(m)
+        runs = runs_of(m, self.prompts, self.metric, self.ablation, self.position)
+        return replace(
+            m, model=cut_model(m.model, runs[0].graph, self.cut(runs[prompt].graph, runs[prompt].values))
+        )
+
+    def cut(self, graph: EdgeGraph, values: Mapping[str, Tensor]) -> Cut:
+        """Return all edges outside the circuit."""
+        mask = graph.valid.clone()
+        readers = {reader.name: row for row, reader in enumerate(graph.readers)}
+        for edge in self.edges:
+            known = edge.reader in readers and edge.writer in graph.writers
+            refuse(not known, f'this model has no edge "{edge}": the circuit is of another model')
+            mask[readers[edge.reader], graph.writers.index(edge.writer)] = False
+        return Cut(mask[None].float(), values)
+
+
+def _of(kind: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda values: kind(**values)
+
+
+# Runs with cuts ---------------------------------------------------------------------------------------------
+
+
+# Circuits ---------------------------------------------------------------------------------------------------
+
+
+def circuit(
+    m: inputs.AnyModel,
+    clean: inputs.Given | None = None,
+    corrupt: inputs.Given | None = None,
+    answer: str | int | None = None,
+    wrong: str | int | None = None,
+    *,
+    prompts: Sequence[Sequence[Any]] = (),
+    method: Method = "eap-ig",
+    metric: Metric = "logit",
+    ablation: Ablation = "resample",
+    edges: int | None = None,
+    faithful: float = 0.9,
+    threshold: float | None = None,
+    steps: int = 5,
+    draws: int = 5,
+    seed: int = 0,
+    position: int = -1,
+    target: str | None = None,
+    on_progress: OnEdges = lambda stage, done, total: None,
+) -> Circuit:
+    """Find the edges by which a model answers CLEAN as it does, and not as it answers CORRUPT.
+
+    Args:
+        m: what `load` gave, or a bare model; see `prepare` for what may be given.
+        clean: the prompt whose answer is asked about.
+        corrupt: a prompt of the same length that differs in a detail, and is answered otherwise.
+        answer: what the clean run says: a token, by its text or id, or a class. None: what it says.
+        wrong: what the corrupt run says; None: that.
+        prompts: further pairs, as (clean, corrupt, answer, wrong, target), of which the last may be left out.
+        method: how edges are scored: eap, eap-ig, atp (AtP*), exact; or acdc, which prunes them one by one.
+        metric: logit (of the answer less the wrong one), probability (of the answer), or kl (from the model's
+            own distribution, negative).
+        ablation: what a cut edge carries: resample (the corrupt run's), mean (over all prompts) or zero.
+        edges: how many to keep; None: the fewest, of some numbers, that are faithful.
+        faithful: the faithfulness to reach.
+        threshold: acdc: what an edge must be worth; None: a hundredth of what all carry together.
+        steps: points of eap-ig.
+        draws: random sets of edges that each point of the curve is compared with.
+        seed: of these.
+        position: where the answer is read; -1 is the last token.
+        target: what the decoder of an encoder-decoder has written; None: what it writes for both alike.
+        on_progress: told the stage and how much of it is done.
+    """
+    refuse(
+        method not in (*METHODS, "exact", "acdc"),
+        f'there is no method "{method}": {", ".join(get_args(Method))}',
+    )
+    refuse(
+        (clean is None) != (corrupt is None), "clean and corrupt belong together: give both, or prompts alone"
+    )
+    refuse(steps < 1, f"steps {steps} is no number of points: choose 1 or more")
+    own = [] if clean is None else [PromptPair(clean, corrupt, answer, wrong, target)]
+    pairs = (*own, *(PromptPair(*pair) for pair in prompts))
+    refuse(not pairs, "no prompts: give clean and corrupt, or a list of pairs")
+    runs = runs_of(inputs.as_model(m), pairs, metric, ablation, position)
+    graph, valid = runs[0].graph, runs[0].graph.valid
+    full, empty = mean_metric(runs, torch.stack([torch.zeros_like(valid), valid]).float()).tolist()
+    refuse(
+        abs(full - empty) < SAME,
+        f"the metric is {full:.4f} with all edges and with none: choose another answer, or other prompts",
+    )
+    count = int(valid.sum())
+    told = partial(on_progress, f"{method}: edges" if method in ("exact", "acdc") else f"{method}: prompts")
+    kept = None
+    if method == "exact":
+        scores = exact_scores(runs, valid.nonzero(), lambda done: told(done, count))
+    elif method == "acdc":
+        limit = abs(full - empty) / 100 if threshold is None else threshold
+        kept, scores = acdc(runs, limit, lambda done: told(done, count))
+        edges = int(kept.sum())
+        scores = torch.where(kept, scores.abs() + scores.abs().max(), scores)  # kept ones before all others
+    else:
+        scores = torch.zeros(valid.shape, dtype=torch.float64)
+        for number, run in enumerate(runs):
+            scores += METHODS[method](run, steps) / len(runs)
+            told(number + 1, len(runs))
+    order = torch.where(valid, scores.abs(), -1.0).flatten().argsort(descending=True, stable=True)[:count]
+    refuse(edges is not None and not 0 <= edges <= count, f"edges {edges}: this model has {count}")
+    sizes = [size * scale for scale in (1, 1000, 1000_000) for size in SIZES]
+    sizes = sorted({min(size, count) for size in (*sizes, count, *([] if edges is None else [edges]))})
+    kept_of = {size: connected(graph, order, size) for size in sizes}
+    generator, curve = torch.Generator().manual_seed(seed), dict[int, Point]()  # by what is left of them
+    for done, mask in enumerate(kept_of.values(), 1):
+        if (size := int(mask.sum())) not in curve:
+            curve[size] = _point(runs, mask, (full, empty), draws, generator)
+        on_progress("curve", done, len(kept_of))
+    if edges is None:
+        faithfulness = {size: curve[int(mask.sum())].faithfulness for size, mask in kept_of.items()}
+        edges = next((size for size, value in faithfulness.items() if value >= faithful), count)
+    mask = kept_of[edges]
+    point = curve[int(mask.sum())]
+    ordered = [divmod(place, valid.shape[1]) for place in order.tolist() if mask.flatten()[place]]
+    return Circuit(
+        prompts=tuple(
+            pair._replace(answer=run.choices.name(run.good), wrong=run.choices.name(run.bad))
+            for pair, run in zip(pairs, runs)
+        ),
+        method=method, metric=metric, ablation=ablation, position=position, steps=steps,
+        full=full, empty=empty, n_edges=count,
+        edges=tuple(
+            Edge(graph.writers[column], graph.readers[row].name, float(scores[row, column]))
+            for row, column in ordered
+        ),
+        faithfulness=point.faithfulness, completeness=point.completeness, random=point.random,
+        curve=tuple(curve[size] for size in sorted(curve)), scores=scores, graph=graph,
+    )  # fmt: skip
+
+
+def _point(
+    runs: Sequence[Run], kept: Tensor, limits: tuple[float, float], draws: int, generator: torch.Generator
+) -> Point:
+    """Measure a set of edges, all others, and random sets of the same size."""
+    valid, size = runs[0].graph.valid, int(kept.sum())
+    masks = [valid & ~kept, kept]
+    for _ in range(draws):
+        chance = torch.rand(valid.shape, generator=generator).masked_fill(~valid, -1)
+        drawn = torch.zeros_like(valid).flatten()
+        drawn[chance.flatten().topk(size).indices] = True
+        masks.append(valid & ~drawn.view_as(valid))
+    full, empty = limits
+    alone, without, *others = (
+        (mean_metric(runs, torch.stack(masks).float()) - empty) / (full - empty)
+    ).tolist()
+    return Point(size, alone, 1 - without, sum(others) / draws if draws else float("nan"))
+
+
+def connected(graph: EdgeGraph, order: Tensor, size: int) -> Tensor:
+    """Return the first edges of an order without those on no path from an embedding to the output: [R, W]."""
+    kept = torch.zeros(graph.valid.numel(), dtype=torch.bool)
+    kept[order[:size]] = True
+    kept = kept.view_as(graph.valid)
+    feeds = torch.tensor([[name in reader.feeds for name in graph.writers] for reader in graph.readers])
+    starts = torch.tensor([name.endswith("embedding") for name in graph.writers])
+    ends = torch.tensor([reader.name == OUTPUT for reader in graph.readers])
+    live, useful = starts, ends  # writers that the input reaches, readers that reach the output
+    for _ in graph.readers:
+        further = starts | (feeds & (kept & live).any(1, keepdim=True)).any(0)
+        earlier = ends | (feeds & (kept & useful[:, None]).any(0)).any(1)
+        if torch.equal(further, live) and torch.equal(earlier, useful):
+            break
+        live, useful = further, earlier
+    return kept & live & useful[:, None]
+
+
+# Path patching ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PathPatch(results.Result):
+    """What goes by one path."""
+
+    path: str
+    answer: str
+    wrong: str
+    clean: float  # the metric
+    patched: float  # with what the path carries taken from the corrupt run
+    corrupt: float
+    share: float  # of the way from clean to corrupt
+
+
+def path_patch(
+    m: inputs.AnyModel,
+    clean: inputs.Given,
+    corrupt: inputs.Given,
+    path: str,
+    answer: str | int | None = None,
+    wrong: str | int | None = None,
+    *,
+    metric: Metric = "logit",
+    position: int = -1,
+    target: str | None = None,
+) -> PathPatch:
+    """Patch one path: its first part gives what it gives in the corrupt run, and only the path sees that.
+
+    `path` names parts in their order, "0.1 -> 1.0.k -> logits": a head alone stands for its queries, keys
+    and values. All that is not on the path gives what it gives in the clean run. Other arguments are
+    `circuit`'s.
+    """
+    (run,) = runs_of(
+        inputs.as_model(m), [PromptPair(clean, corrupt, answer, wrong, target)], metric, "resample", position
+    )
+    graph = run.graph
+    first, stops = graph.find(path)
+    mask = graph.valid.clone()
+    mask[:, first] = False
+    mask[stops[0].readers, first] = True
+    for stop, following in itertools.pairwise(stops):
+        mask[torch.tensor(following.readers)[:, None], torch.tensor(stop.feeds)] = False
+    values = {**run.outputs, graph.writers[first]: run.values[graph.writers[first]]}
+    nothing, everything = torch.zeros_like(graph.valid), graph.valid
+    before, after = run.measure_rows(torch.stack([nothing, everything]).float()).tolist()
+    patched = float(replace(run, values=values).measure_rows(mask[None].float()))
+    refuse(abs(before - after) < SAME, f"the metric is {before:.4f} in both runs: choose prompts that differ")
+    return PathPatch(
+        path=path,
+        answer=run.choices.name(run.good),
+        wrong=run.choices.name(run.bad),
+        clean=before,
+        patched=patched,
+        corrupt=after,
+        share=(before - patched) / (before - after),
+    )
