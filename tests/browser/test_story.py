@@ -8,7 +8,7 @@ from clearhead.inside.ablation import effect
 from clearhead.inside.story import explain
 from tests.explorer.toys import toy
 
-pytestmark = pytest.mark.ledger("F2")
+pytestmark = pytest.mark.ledger("F2", "X4")
 TEXT = "The king's men speak of the king"
 
 

@@ -8,10 +8,11 @@ import torch
 import clearhead as ch
 from clearhead.inside.ablation import effect
 from clearhead.inside.inputs import prepare
-from clearhead.inside.interventions import Site, patched_scores, single_parts
+from clearhead.inside.interventions import Resumed, Site, patched_scores, single_parts
 from clearhead.inside.story import explain, percent
 from tests.explorer.toys import picture, toy
 
+pytestmark = pytest.mark.ledger("X4")
 INPUTS = {
     "decoder": "The king's men speak of the king",
     "encoder": "Ein Hund [MASK] speak",
@@ -69,8 +70,13 @@ def test_rows_that_resume_are_rows_that_run_whole():
     m = toy("decoder")
     prepared = prepare(m, "The king's men speak of the king")
     rows = [[], [Site("blocks.1.attention.z", head=1)], [Site("blocks.0.feedforward.out", position=2)]]
-    rows += [[Site("embedding", position=1)], [Site("blocks.1.feedforward.out")]]
-    found = patched_scores(prepared, {}, rows, -1)
+    rows += [[Site("blocks.1.feedforward.out")]]
+    resumed = Resumed.of(prepared)
+    assert resumed is not None and [resumed.first(sites) for sites in rows] == [1, 1, 0, 1]
+    whole_row = [Site("embedding", position=1)]
+    assert resumed.first(whole_row) == -1
+    found = [*patched_scores(prepared, {}, rows, -1), *patched_scores(prepared, {}, [whole_row], -1)]
+    rows.append(whole_row)
     for sites, scores in zip(rows, found):
         changes = {
             site.tap: lambda x, site=site: x.index_put(  # type: ignore[misc]

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from clearhead.core.config import ModelConfig
 from clearhead.core.masks import tokens_from
-from clearhead.core.stack import Inputs, StackCall
+from clearhead.core.stack import Inputs, Stack, StackCall
 from clearhead.core.taps import tap_for
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
@@ -149,9 +149,11 @@ class Resumed:
     def of(cls, prepared: Prepared) -> "Resumed | None":
         """Keep a pass; None where one layer does not follow from the stream before it alone."""
         stack = prepared.model.main
-        if len(prepared.m.config.stacks) > 1 or any(block.router is not None for block in stack.layers()):
+        routed = any(block.router is not None for block in stack.layers())
+        if len(prepared.m.config.stacks) > 1 or routed or type(stack) is not Stack:
             return None
-        return cls(prepared, prepared.record("blocks.*.resid_pre", logits="none")[1])
+        # A pass of its own: one that is cached may be from before a `with` block around this.
+        return cls(prepared, Prepared.record(prepared, "blocks.*.resid_pre", logits="none")[1])
 
     def first(self, sites: Sequence[Site]) -> int:
         """Return the first layer that a row changes, the last layer where it changes none; -1: before all."""
