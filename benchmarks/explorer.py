@@ -2,7 +2,8 @@
 
 Interactive: from the answer to a run until the page of 512 tokens, 12 layers and 12 heads takes a key press
 and shows the run's tokens. Frames: counted with requestAnimationFrame while the pointer crosses the enlarged
-heat map, and while the page scrolls through. Deep: the same times for 48 layers over 1,024 tokens, and the
+heat map, while the page scrolls through, and in each scene of Play, of a decoder, an encoder-decoder and a
+ViT. Deep: the same times for 48 layers over 1,024 tokens, and the
 size of its file. First paint: from navigation until the recorded example is visible, while the model takes
 long to load. On a machine that others use too, the best of several rounds.
 
@@ -18,7 +19,7 @@ two seconds.
 
 Each part is printed and saved as soon as it is measured, so that a run that is cut off keeps what it has.
 
-python benchmarks/run.py explorer [--rounds 2] [--skip-deep] [--only-views] [--save]
+python benchmarks/run.py explorer [--rounds 2] [--skip-deep] [--only-views] [--only-play] [--save]
 """
 
 from __future__ import annotations
@@ -177,18 +178,82 @@ def opened(browser: Browser, url: str) -> dict[str, float]:
     why = "#path-table tr:nth-child(6) [aria-label^=Why]"
     found = {"why, of the sixth arc": page.evaluate(ASKED, [why, "#path-why"])}
     found |= {name: page.evaluate(OPENED, [name, ready]) for name, ready in LOOKED_AT.items()}
-    page.evaluate("() => clearhead.open('drawers')")
-    found["neurons"] = page.evaluate(ASKED, ["#drawer-neurons > summary", "#drawer-neurons [data-neuron]"])
+    found["neurons"] = page.evaluate(OPENED, ["drawers", "#drawer-neurons [data-neuron]"])
     page.evaluate("() => clearhead.open('compare')")
     # One token fewer: patches go token by token, and are new interventions, which nobody waits for here.
     page.fill("#compare-text", " ".join(str(7 * n % 5000) for n in range(255)))
     page.click("#compare-run")
     until(page, "() => document.querySelector('#bench-lens')", 300)
     until(page, "() => !document.querySelector('#compare [aria-busy]')", 300)
-    found["A / B, read elsewhere"] = page.evaluate(ASKED, ["#compare [data-position='200']", "#compare-kl"])
-    found["A / B, its maps"] = page.evaluate(OPENED, ["compare", "#bench-lens"])
+    found["Compare, read elsewhere"] = page.evaluate(ASKED, ["#compare [data-position='200']", "#compare-kl"])
+    found["Compare, its maps"] = page.evaluate(OPENED, ["compare", "#bench-lens"])
     page.close()
     return {f"{name}_ms": round(value, 1) for name, value in found.items()}
+
+
+PLAYED = """async (seconds) => {
+  const found = [];
+  for (const button of document.querySelectorAll(".play-scenes button")) {
+    button.click();
+    const scrub = document.getElementById("play-scrub");
+    scrub.value = Math.floor(scrub.value / 100 - 0.001) * 100;
+    for (let still = 0; still < 5; still++) await new Promise((done) => setTimeout(done, 60));
+    scrub.dispatchEvent(new Event("input"));
+    document.getElementById("play-play").click();
+    const stamps = [await new Promise(requestAnimationFrame)];
+    while (stamps.at(-1) - stamps[0] < 1000 * seconds) stamps.push(await new Promise(requestAnimationFrame));
+    document.getElementById("play-play").click();
+    const taken = stamps.slice(1).map((stamp, place) => stamp - stamps[place]).sort((a, b) => a - b);
+    const fps = (1000 * taken.length) / (stamps.at(-1) - stamps[0]);
+    const late = taken.filter((one) => one > 25).length / taken.length;
+    found.push({ scene: button.dataset.scene, fps, late });
+  }
+  return found;
+}"""
+
+
+def play_frames(browser: Browser, m: ch.Model, given: dict[str, object], title: str) -> dict[str, object]:
+    """Frames a second in each scene of Play, and the share of frames that came late, by their timestamps."""
+    shown = Opened(title, lambda: m, given)
+    shown.roles, shown.findings = {}, []
+    with serving(shown) as (_, url):
+        page = browser.new_page(viewport={"width": 1440, "height": 900})
+        page.goto(url)
+        until(page, "() => Boolean(window.clearhead && clearhead.store.get('run'))", 300)
+        page.evaluate("() => clearhead.open('play')")
+        until(page, "() => document.querySelectorAll('.play-scenes button').length > 8", 300)
+        page.wait_for_timeout(1500)
+        scenes = page.evaluate(PLAYED, WATCHED)
+        page.close()
+    rates = [scene["fps"] for scene in scenes]
+    return {
+        "title": f"play: {title}",
+        "scenes": len(scenes),
+        "median_fps": round(statistics.median(rates), 1),
+        "least_fps": round(min(rates), 1),
+        "late_frames": round(max(scene["late"] for scene in scenes), 3),
+    }
+
+
+def play_models() -> Iterator[tuple[ch.Model, dict[str, object], str]]:
+    """A model of each kind that Play has scenes of its own for, what it reads, and its name."""
+    torch.manual_seed(0)
+    size = {"d_model": 96, "n_heads": 6, "n_layers": 6}
+    ids = {"ids": [7 * n % 400 for n in range(24)]}
+    kinds: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+        "a decoder": ({"vocab_size": 400, "max_positions": 64}, ids),
+        "an encoder-decoder": ({"family": "encoder-decoder", "vocab_size": 400, "max_positions": 64}, ids),
+        "a ViT": (
+            {"family": "encoder", "head": "classifier", "n_classes": 10, "input": "patches"}
+            | {"image_size": (28, 28), "patch_size": 7, "class_token": True},
+            {"image": None},
+        ),
+    }
+    for name, (more, given) in kinds.items():
+        special = {"bos": 1, "eos": 2, "decoder_start": 1} if "decoder" in name else {}
+        config = ch.ModelConfig(**size, **more)  # type: ignore[arg-type]
+        labels = tuple(map(str, range(10))) if "ViT" in name else ()
+        yield ch.Model(ch.Transformer(config).eval(), special=special, labels=labels), given, name
 
 
 def best(rounds: list[dict[str, float]]) -> dict[str, float]:
@@ -299,17 +364,33 @@ def first_paint(browser: Browser, rounds: int) -> dict[str, object]:
     return found
 
 
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A headless browser, closed at the end."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skip-deep", action="store_true")
     parser.add_argument("--only-views", action="store_true", help="measure no browser")
+    parser.add_argument("--only-play", action="store_true", help="measure the frames of Play, nothing else")
     parser.add_argument("--save", action="store_true", help="keep each part once it is measured")
     options = parser.parse_args()
     rounds, keep = options.rounds, KeptParts(options.save)
     torch.set_num_threads(1)
     deep = not (options.skip_deep or options.only_views)
     device = f"CPU {platform.machine()}, two cores, shared; one thread"
+    if options.only_play:
+        with chromium() as browser:
+            about = {"browser": f"Chromium {browser.version}, headless, software rendering", "device": device}
+            for m, given, title in play_models():
+                keep("cpu_explorer_play", play_frames(browser, m, given, title), **about)
+        return
     small = model(12, 12, 96, 256)
     title = "views: 256 tokens, 12 layers, 12 heads, width 96"
     keep("cpu_explorer_views", views(small, 256, rounds, title), device=device)
@@ -318,8 +399,7 @@ def main() -> None:
     keep("cpu_explorer_views", views(large, 241, rounds, title), device=device)
     if options.only_views:
         return
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    with chromium() as browser:
         about = {
             "browser": f"Chromium {browser.version}, headless, software rendering",
             "device": f"CPU {platform.machine()}, shared",
@@ -332,7 +412,6 @@ def main() -> None:
         keep("cpu_explorer", measured(browser, model(12, 12, 96, 512), 512, rounds, title), **about)
         if deep:
             keep("cpu_explorer", measured(browser, model(*DEEP), DEEP[-1], 1, DEEP_TITLE), **about)
-        browser.close()
     if deep:
         torch.set_num_threads(2)
         keep("cpu_explorer", deep_file(), device=f"CPU {platform.machine()}, shared")

@@ -77,6 +77,7 @@ CASES = {
     "syntax": "inside:run_syntax",
     "memories": "inside:run_memories",
     "prune_curve": "inside:run_prune_curve",
+    "features": "features:run_features",
     "circuits": "circuits:run_circuits",
     "edges": "circuits:run_methods",
     "explorer": "explorer:main",

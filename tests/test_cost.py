@@ -460,6 +460,11 @@ KINDS = {
     "linear-encoder": encoder.replace(attention="linear(relu)"),
     "low-rank": encoder.replace(attention="low-rank(8)"),
     "gated-delta": small.replace(attention=("full", "gated-delta", "full")),
+    "mamba2": small.replace(attention=("full", "mamba2(groups=2, d_state=16)", "none")),
+    "mamba2-alone": small.replace(
+        attention="mamba2(8, d_head=8, d_state=16, norm=groups)", feedforward_skips=(0, 1, 2), norm="rmsnorm"
+    ),
+    "conv": small.replace(attention=("conv(3)", "conv(4, bias=True)", "conv(2)")),
     "linear-gated": small.replace(attention="linear", attention_gate=True),
     "sinks": small.replace(attention="window(32, sinks=2)", n_kv_heads=2),
     "dilated": small.replace(attention="dilated(4, 3)"),
@@ -487,7 +492,9 @@ def test_every_kind_of_attention_says_what_it_costs(name, length, monkeypatch) -
         assert figures.flops.forward.total == forward.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ["linear", "favor", "gated-delta", "sinks", "dilated"])
+@pytest.mark.parametrize(
+    "name", ["linear", "favor", "gated-delta", "mamba2-alone", "conv", "sinks", "dilated"]
+)
 def test_caches_of_every_kind_hold_what_is_said(name) -> None:
     config, cache = KINDS[name].replace(max_positions=512), WindowCache()
     model = Transformer(config).eval()

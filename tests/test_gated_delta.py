@@ -9,7 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from clearhead.core.taps import Tap
 from clearhead.errors import ConfigError, InputError
-from clearhead.variants.gated_delta import GatedDelta, GatedDeltaState, gated_delta, gated_delta_steps
+from clearhead.variants.gated_delta import GatedDelta, gated_delta, gated_delta_steps
+from clearhead.variants.recurrent import RecurrentState
 from clearhead.variants.steps import Pass
 from tests.harness import scramble, worst
 
@@ -182,7 +183,7 @@ def test_equals_transformers_whole_and_in_pieces():
         # Sums over tokens in float32, in another order: three roundings of the largest gradient.
         assert worst(mine.grad, other.grad) <= 3e-5 * max(1, other.grad.abs().max())
 
-    state, start = GatedDeltaState(), 0
+    state, start = RecurrentState(), 0
     with torch.no_grad():
         for size in (70, 1, 1, 5, 1):
             piece = x[:, start : start + size]
@@ -191,7 +192,7 @@ def test_equals_transformers_whole_and_in_pieces():
 
 
 def test_a_state_without_documents_takes_none_later():
-    model, x, state = layer(), vectors(), GatedDeltaState()
+    model, x, state = layer(), vectors(), RecurrentState()
     model(x[:, :3], state=state)
     with pytest.raises(InputError, match="from its first call on"):
         model(x[:, 3:], None, PACKED[:, 3:], state)

@@ -557,7 +557,7 @@ PICTURES = {
     "buckets": Drawn(draw_buckets, "relative_buckets relative_max_distance relative_terms relative_norm"),
     "masks": Drawn(draw_masks, "attention window"),
     "scores": Drawn(draw_scores, "attention_scale attention_softcap attention_sink qk_norm attention_gate"),
-    "activations": Drawn(draw_activations, "activation gated gated_clamp gated_shift"),
+    "activations": Drawn(draw_activations, "activation gated gated_clamp gated_shift feedforward_skips"),
     "experts": Drawn(
         draw_experts,
         "n_experts n_active_experts d_expert d_shared_expert router_order router_renormalise router_bias "

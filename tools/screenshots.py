@@ -24,7 +24,19 @@ from clearhead.app.explorer.session import Opened, Session
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
 FIRST = "path"  # the picture of this view is the whole first screen
-SECTIONS = ("path", "attention", "head", "lens", "next", "ablate", "compare", "drawers", "flow", "cost")
+SECTIONS = (
+    "path",
+    "play",
+    "attention",
+    "head",
+    "lens",
+    "next",
+    "ablate",
+    "compare",
+    "drawers",
+    "flow",
+    "cost",
+)
 LARGEST = 250_000  # bytes of a picture
 TALLEST = 1690  # pixels of a picture: of all the drawers, the first three
 SCREEN = {"width": 1440, "height": 880}
@@ -39,7 +51,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="where the trained model is kept")
     parser.add_argument("--tokenizer", type=Path, help="where its tokenizer lies, if not with it")
     parser.add_argument("--text", default=TEXT)
-    parser.add_argument("--other", default=OTHER, help="the second text of A / B")
+    parser.add_argument("--other", default=OTHER, help="the second text of Compare")
     parser.add_argument("--browser", default="/usr/bin/chromium")
     asked = parser.parse_args()
     if not (asked.model / "config.json").exists():
@@ -87,9 +99,11 @@ def show(page: Any, section: str, other: str) -> None:
     if section == "path":
         page.wait_for_selector("#path-picture .path-why")
     elif section == "drawers":
-        for number in range(page.locator("#drawers summary").count()):
+        for number in range(1, page.locator("#drawers summary").count()):
             page.locator("#drawers summary").nth(number).click()
         page.wait_for_selector("#drawers [data-neuron]")
+    elif section == "play":
+        page.click('[data-scene="values-self"]')
     elif section == "flow":
         page.locator("#flow-lane .plus").first.click()
         page.wait_for_selector("#flow-numbers td")

@@ -25,6 +25,7 @@ from clearhead.inside.checks import Check as Check
 from clearhead.inside.checks import check as check
 from clearhead.inside.circuit import Circuit as Circuit
 from clearhead.inside.circuit import circuit as circuit
+from clearhead.inside.features.training import train_features as train_features
 from clearhead.inside.folding import fold_norms as fold_norms
 from clearhead.inside.heads import heads as heads
 from clearhead.inside.inputs import run_with_cache as run_with_cache

@@ -152,7 +152,7 @@ def test_the_bench_lays_two_texts_side_by_side(watched, served, saved, tmp_path)
     assert best in seen.texts("#bench-lens h4")[0]
     canvas = seen.page.locator("#patch-heads canvas.heat")
     box = canvas.bounding_box()
-    canvas.click(position={"x": box["width"] * 5 / 6, "y": box["height"] * 3 / 4})
+    canvas.click(position={"x": box["width"] * 5 / 6, "y": box["height"] / 4})
     seen.page.locator("#patch-said", has_text="head 1.2").wait_for()
     seen.page.locator("#patch-said button", has_text="Take it from B").click()
     expected = seen.page.evaluate("clearhead.store.get('off')")

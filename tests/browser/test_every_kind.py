@@ -58,13 +58,13 @@ def test_every_kind_live_and_in_a_file(watched, served, saved, family, tmp_path)
         first = walk(seen)
         file, tried = saved(seen, tmp_path / "as-it-opens.html")
         assert walk(file) == first
-        assert {*seen.texts("nav a:not([hidden])")} - {*file.texts("nav a:not([hidden])")} == {"A / B"}
+        assert {*seen.texts("nav a:not([hidden])")} - {*file.texts("nav a:not([hidden])")} == {"Compare"}
         assert not file.page.is_visible("#input-run") and "recording" in file.texts("#status")[0]
         assert (tmp_path / "as-it-opens.html").stat().st_size < 3_000_000
         assert (file.wrong, tried) == ([], [])
     views_of(seen)
     if family == "vectors":  # a model without choices has no view of choices
-        names = ["Similarity", "Heads", "Inside a head", "A / B", "Flow", "Cost"]
+        names = ["Similarity", "Play", "Heads", "Step through", "Compare", "Flow", "Cost"]
         assert seen.texts("nav a:not([hidden])") == names and not seen.page.is_visible("#answer")
         seen.page.evaluate("() => { clearhead.store.set('head', '1.1'); clearhead.open('similar'); }")
         found = similarity(m, *PAIR)
@@ -239,5 +239,5 @@ def test_a_file_of_the_command_has_examples_too(offline, tmp_path):
     said = seen.page.locator(".path-said").inner_text()
     assert said.startswith(f"Head {best.part} ") and f"(token {best.source}): the strongest link" in said
     beside = seen.page.locator("#input-tinted").inner_text()  # and beside the text, on every view
-    assert beside.startswith(f"Head {best.part} moved most to ") and f" ({best.source})." in beside
+    assert beside.startswith(f"Head {best.part} contributed most to ") and f" ({best.source})." in beside
     assert (seen.wrong, tried) == ([], [])

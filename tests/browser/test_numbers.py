@@ -132,12 +132,13 @@ def test_attention(live, family):
             watched.page.click(f"#attention-tab-{kind}")
         prefix = "" if kind == "self" else f"{kind}."
         layers = maps.of(kind)
-        names = [f"{prefix}{each.layer}.{number}" for each in layers for number in range(len(each.pattern))]
+        upward = list(reversed(layers))  # the first layer is at the bottom
+        names = [f"{prefix}{each.layer}.{number}" for each in upward for number in range(len(each.pattern))]
         watched.page.wait_for_selector(f'#attention-grid [data-head="{names[-1]}"]')
         assert watched.data("#attention-grid .head", "head") == names
-        entropies = [head.entropy for each in layers for head in each.heads()]
+        entropies = [head.entropy for each in upward for head in each.heads()]
         assert watched.values("#attention-grid .head", "data-entropy") == pytest.approx(entropies, abs=1e-5)
-        head, pattern = names[-1], layers[-1].pattern[-1]
+        head, pattern = names[-1], upward[-1].pattern[-1]
         watched.page.click(f'#attention-grid [data-head="{head}"]')
         watched.page.wait_for_selector(f'#attention-head[data-head="{head}"]')
         assert off_by(watched, pattern) <= 1 / 510 + 1e-6
@@ -148,8 +149,8 @@ def test_attention(live, family):
             for text in watched.texts("#attention-large .looks .chip small")
         ]
         assert said == pytest.approx(pattern[row].tolist(), rel=0.06, abs=1e-6)  # two digits and more
-        assert watched.texts("#attention-row") == [layers[-1].queries.labels[row]]
-        assert watched.texts("#attention-large .looks .chip > span") == list(layers[-1].keys.labels)
+        assert watched.texts("#attention-row") == [upward[-1].queries.labels[row]]
+        assert watched.texts("#attention-large .looks .chip > span") == list(upward[-1].keys.labels)
 
 
 def off_by(watched, pattern) -> float:
@@ -183,10 +184,11 @@ def test_lens(live, family):
     shows = {"p": seen.top_probabilities[..., 0], "final": seen.chosen_probabilities, "entropy": seen.entropy}
     for name, expected in shows.items():
         watched.page.select_option("#lens-shows", name)
-        cells = expected.flatten().tolist()
+        cells = expected.flip(0).flatten().tolist()  # the first layer is at the bottom
         assert watched.values("#lens-grid td") == pytest.approx(cells, rel=1e-6, abs=1e-6)
-    assert watched.values("#lens-grid td", "data-id") == seen.top[..., 0].flatten().tolist()
-    assert watched.texts("#lens-grid td .token") == [cell[0] for layer in seen.top_names for cell in layer]
+    assert watched.values("#lens-grid td", "data-id") == seen.top[..., 0].flip(0).flatten().tolist()
+    upward = list(reversed(seen.top_names))
+    assert watched.texts("#lens-grid td .token") == [cell[0] for layer in upward for cell in layer]
     column = len(seen.columns) - 1
     watched.page.click(f'#lens-grid td[data-layer="1"][data-column="{column}"]')
     best = seen.top_probabilities[1, column].tolist()

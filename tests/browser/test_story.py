@@ -57,18 +57,6 @@ def test_what_is_off_is_seen_in_every_view_and_bad_addresses_are_named(watched, 
     assert seen.wrong == []
 
 
-def test_tokens_are_one_stop_of_the_tab_key(watched, served):
-    seen = watched().open(served("decoder").url)
-    seen.read(TEXT)
-    assert seen.page.locator("#input-tokens .chip[tabindex='0']").count() == 1
-    seen.page.locator("#input-tokens .chip[tabindex='0']").focus()
-    seen.page.keyboard.press("Home")
-    seen.page.keyboard.press("ArrowRight")
-    seen.wait("() => clearhead.store.get('position') === 1")
-    assert [text for text in seen.texts(".skip") if "views" in text]
-    assert seen.wrong == []
-
-
 def test_a_choice_in_a_file_changes_the_sentence(watched, served, saved, tmp_path):
     seen = watched().open(served("decoder").url)
     seen.read("speak of it")

@@ -36,6 +36,8 @@ MIXED = [
     ("latent(5, query_rank=7)", "full"),
     ("full", "linear"),
     ("window(3, sinks=1)", "gated-delta"),
+    ("mamba2(groups=2, d_state=3, norm=groups, dt_max=0.4)", "none"),
+    ("conv(2, bias=True)", "full"),
     ("blocks(2, 1, 1)", "dilated(2, 2)"),
 ]
 LONG = [
@@ -54,13 +56,15 @@ BLOCKS = [
 ]
 
 
-HALVES = ("gated-delta", "low-rank", "global")  # the first is for decoders, the others for encoders
+RECURRENT = ("gated-delta", "mamba2", "conv")  # for decoders
+HALVES = ("low-rank", "global")  # for encoders
 
 
 def model_of(attention, **choices) -> ch.Transformer | None:
     """The model, or None where the config refuses the kind in this family."""
     texts = [attention] if isinstance(attention, str) else attention
-    refused = {"encoder": ("gated-delta",), "decoder": HALVES[1:]}.get(choices["family"], HALVES)
+    both = (*RECURRENT, *HALVES)
+    refused = {"encoder": RECURRENT, "decoder": HALVES}.get(choices["family"], both)
     kinds = [read_kind(text) for text in texts]
     ends = choices["family"] != "encoder" and any(
         getattr(kind, name, 0) for kind in kinds for name in ("last", "full")

@@ -216,7 +216,13 @@ def some_kind(draw: random.Random, causal: bool) -> str:
     ]
     if causal:
         sizes = f"key_heads=1, value_heads=3, d_key=5, d_value=3, kernel={one(2, 6)}"
-        return one(*choices, "gated-delta", f"gated-delta({sizes})")
+        states = (
+            f"groups=2, d_state=3, kernel={one(2, 6)}, norm={one('all', 'groups')}, bias={one(True, False)}"
+        )
+        recurrent = one(
+            f"mamba2(4, {states})", "mamba2(d_state=5, dt_min=0.1, dt_max=0.7)", "conv(2, bias=True)"
+        )
+        return one(*choices, "gated-delta", f"gated-delta({sizes})", recurrent, "none")
     return one(*choices, f"global({one(1, 2, 4, 50)}{sinks})", f"low-rank({one(1, 9)})")
 
 

@@ -410,6 +410,8 @@ KINDS = [
     "linear",
     "linear(favor, 16)",
     ("full", "gated-delta"),
+    ("mamba2(d_state=5)", "full"),
+    ("conv", "none"),
     ("latent(5, query_rank=7)", "full"),
 ]
 

@@ -19,6 +19,7 @@ CASES = {
     "post": {"norm_position": "post"},
     "states": {"attention": ("full", "gated-delta", "linear", "full"), "positions": "rope"},
     "experts": {"n_experts": 3},
+    "state spaces": {"attention": ("mamba2(d_state=3)", "conv", "none", "full"), "feedforward_skips": (0,)},
     "latent": LATENT,
     "shared": {"layer_groups": 2, "qk_norm": "full"},
 }

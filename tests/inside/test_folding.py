@@ -28,6 +28,10 @@ MODELS = {
     "shared blocks": ({"layer_groups": 1}, set()),
     "depth": ({"depth_capacity": 0.5}, set()),
     "gated delta": ({**LLAMA, "attention": ("gated-delta", "full")}, {"attention.norm"}),
+    "state space": (
+        {**LLAMA, "attention": ("mamba2(d_state=6)", "none"), "feedforward_skips": (0,)},
+        {"attention.norm"},
+    ),
     "latent": ({**LLAMA, **LATENT, **GROUPED_EXPERTS, "n_kv_heads": 4}, set()),
     "global": ({"family": "encoder", "attention": "global(4)"}, set()),
     "gated attention": ({"attention_gate": True}, set()),

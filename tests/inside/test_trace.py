@@ -59,6 +59,8 @@ VECTORS = {"input": "vectors", "d_input": 3, "n_classes": 2}
 FRAMES = {"input": "frames", "d_input": 3, "family": "encoder-decoder"}
 MEMORY = "gated-delta(key_heads=2, value_heads=6, d_key=5, d_value=3)"
 TRACED = {**ODD, "gated-delta": ODD["gated-heads"].replace(attention=("full", MEMORY, "full"))}
+STATES = ("mamba2(6, groups=2, d_head=3, d_state=5)", "none", "conv(2, bias=True)")
+TRACED["state-space"] = ODD["gated-heads"].replace(attention=STATES, feedforward_skips=(2,))
 TRACED["latent"] = ODD["gated-heads"].replace(**{**LATENT, **GROUPED_EXPERTS, "attention": "latent(6, 5)"})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 import clearhead as ch
 from clearhead.app.explorer.record import record as record_page
 from clearhead.errors import InputError
+from clearhead.inside.ablation import effect
 from clearhead.inside.attention import attention, read_maps
+from clearhead.inside.attribution import paths
 from clearhead.inside.checks.reference_float64 import features
 from clearhead.inside.heads import head_roles
+from clearhead.inside.inputs import prepare
+from clearhead.inside.lens import contributions, lens
 from clearhead.inside.names import find_heads
 from clearhead.inside.patch import patch
 from clearhead.inside.trace import trace
@@ -154,3 +159,28 @@ def test_heads_by_themselves_have_their_layers_names() -> None:
     ):
         with pytest.raises(InputError, match="this model has no heads by themselves"):
             call()
+
+
+@pytest.mark.ledger("W3")
+@pytest.mark.parametrize("alone", [False, True])
+def test_every_tool_goes_on_with_state_space_layers_and_half_blocks(alone) -> None:
+    kinds = ("mamba2(d_state=5)",) * 4 if alone else ("mamba2(d_state=5)", "none", "conv", "full")
+    m = of_words(mixed(kinds, feedforward_skips=(0, 2)))
+    taps = ch.tap_names(m)
+    assert {"blocks.0.attention.z", "blocks.0.feedforward.out", "blocks.1.attention.out"} <= {*taps}
+    assert "blocks.0.feedforward.pre" not in taps
+    with ch.record(m.model, "*") as seen:
+        m.model(some_ids(1, 6, vocab=16))
+    assert {*taps} == {*seen}
+    assert lens(m, TEXT).layers[-1] == "block 3"
+    sums = contributions(m, TEXT)
+    assert sums.total == pytest.approx(sums.logit, abs=1e-4)
+    lost = effect(m, TEXT, layers=[0])
+    without = copy.deepcopy(m.model)
+    without.main.blocks[0].attention.out.weight.data.zero_()  # the block has nothing else
+    with torch.no_grad():
+        expected = without(torch.tensor([prepare(m, TEXT).tokens.ids])).logits[0, -1]
+    assert worst(lost.after, expected) <= 1e-5 and worst(lost.before, expected) > 1e-3
+    assert paths(m, TEXT).logit == pytest.approx(sums.logit, abs=1e-4)
+    page = record_page(m, "state spaces", TEXT)["views"]["model"]["unpatterned"]
+    assert page[0].startswith("layers without an attention pattern: 0")

@@ -81,20 +81,28 @@ def close(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     assert difference <= tolerance, f"{name}: largest difference {difference:.2e}, allowed {tolerance:.2e}"
 
 
-def check_decoder(model: Any, folder: Path, tmp: Path, tokens: int = 30, **generate: Any) -> ch.Model:
+def check_decoder(
+    model: Any,
+    folder: Path,
+    tmp: Path,
+    tokens: int = 30,
+    sides: tuple[str, ...] = ("right", "left"),
+    **generate: Any,
+) -> ch.Model:
     """Everything about a decoder with a language head; `generate` are options of the reference's."""
     ours = ch.load(folder)
     config = model.config
-    for side in ("right", "left"):
+    stage = "resid_post" if config.model_type == "mamba2" else "resid_pre"  # of the states that it returns
+    for side in sides:
         ids, mask = batch(config, side=side)
         with torch.no_grad():
             theirs = model(
                 ids, attention_mask=mask.long(), position_ids=positions_of(mask), output_hidden_states=True
             )
-            with ch.record(ours.model, "blocks.*.resid_pre", "hidden") as seen:
+            with ch.record(ours.model, f"blocks.*.{stage}", "hidden") as seen:
                 out = ours.model(ids, mask)
         close(f"logits, padded {side}", out.logits[mask], theirs.logits[mask], LOGITS)
-        layers = [*(seen[f"blocks.{i}.resid_pre"] for i in range(ours.config.n_layers)), seen["hidden"]]
+        layers = [*(seen[f"blocks.{i}.{stage}"] for i in range(ours.config.n_layers)), seen["hidden"]]
         if layers[-1].shape != theirs.hidden_states[-1].shape:  # theirs is what the output layer reads
             layers[-1] = ours.model.head.transform(layers[-1])
         for depth, (a, b) in enumerate(zip(layers, theirs.hidden_states, strict=True)):

@@ -98,6 +98,16 @@ LATENT = {
 }
 MSCALE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.7}
 LIMITED = {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1}
+MAMBA2 = dict(TEXT, num_heads=4, head_dim=16, state_size=7, n_groups=2, time_step_limit=(0.1, 0.9))
+BAMBA = dict(GROUPED, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=7, attn_layer_indices=[1])
+SUBLAYERS = {
+    **{name: size for name, size in GROUPED.items() if name != "num_hidden_layers"},
+    **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "head_dim": 8},
+    **{"mamba_num_heads": 6, "mamba_head_dim": 5, "ssm_state_size": 7, "n_groups": 3},
+    **{"n_routed_experts": 6, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 20},
+    **{"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3, "time_step_min": 0.3},
+}
+LFM2 = dict(GROUPED, layer_types=["conv", "full_attention", "conv"], block_multiple_of=4)
 NEO = {"vocab_size": 61, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 128}
 NEO |= {"attention_types": [[["local", "global", "local"], 1]], "window_size": 7}
 DEBERTA = {
@@ -141,6 +151,10 @@ SUBJECTS = {
     "DeepSeek-V3": Subject("DeepseekV3", dict(LATENT, first_k_dense_replace=1)),
     "DeepSeek-V3 yarn": Subject("DeepseekV3", dict(LATENT, q_lora_rank=None, rope_scaling=MSCALE)),
     "GLM-4-MoE-Lite": Subject("Glm4MoeLite", LATENT),
+    "Mamba-2": Subject("Mamba2", MAMBA2),
+    "Bamba": Subject("Bamba", BAMBA),
+    "Nemotron-H": Subject("NemotronH", SUBLAYERS),
+    "LFM2": Subject("Lfm2", LFM2),
     "OPT": Subject("OPT", dict(TEXT, ffn_dim=40, word_embed_proj_dim=32)),
     "OPT 350m": Subject("OPT", dict(TEXT, ffn_dim=40, word_embed_proj_dim=16, do_layer_norm_before=False)),
     "GPT-Neo": Subject("GPTNeo", NEO),

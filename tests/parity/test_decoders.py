@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,23 @@ OPT = dict(TEXT, num_hidden_layers=3, num_attention_heads=4, ffn_dim=40, max_pos
 NEO = dict(TEXT, num_layers=3, num_heads=4, max_position_embeddings=80, window_size=7)
 NEO |= {"attention_types": [[["global", "local"], 1], [["global"], 1]]}
 BLOOM = dict(TEXT, n_layer=3, n_head=4)
+MAMBA2 = dict(TEXT, num_hidden_layers=3, num_heads=4, head_dim=12, state_size=7, n_groups=2)
+BAMBA = {
+    **dict(GROUPED, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=7, attn_layer_indices=[1]),
+    "rms_norm_eps": 1e-3,
+}
+NEMOTRON_H = {
+    **{"mamba_num_heads": 6, "mamba_head_dim": 5, "ssm_state_size": 7, "n_groups": 3, "head_dim": 8},
+    **{key: value for key, value in GROUPED.items() if key != "num_hidden_layers"},
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+}
+MOE = {
+    **dict(NEMOTRON_H, n_routed_experts=6, moe_intermediate_size=12, num_experts_per_tok=3),
+    **{"moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 2.5},
+    "layers_block_type": ["mlp", "moe", "linear_attention", "moe", "full_attention"],
+}
+RECURRENT = ("Mamba2", "Bamba", "NemotronH", "Lfm2")
+LFM2 = dict(GROUPED, layer_types=["conv", "full_attention", "conv"], block_multiple_of=12)
 PHI_FACTORS = {"by length": {}, "factor": {"factor": 6.0}, "attention factor": {"attention_factor": 1.2}}
 CASES = {
     "GPT2": {
@@ -375,6 +393,43 @@ CASES = {
             **{"rope_theta": 90.0, "num_key_value_heads": 5, "residual_multiplier": 1.7},
         },
     },
+    "Mamba2": {
+        "groups": MAMBA2,
+        "one group, biases, tied, steps within bounds": {
+            **dict(MAMBA2 | TIED, n_groups=1, use_bias=True, time_step_limit=(0.02, 0.9), conv_kernel=3),
+            **{"expand": 3, "num_heads": 3, "head_dim": 24, "layer_norm_epsilon": 1e-3},
+        },
+        "no bias of the convolution": dict(MAMBA2, use_conv_bias=False, state_size=16, num_hidden_layers=1),
+    },
+    "Bamba": {
+        "attention in the middle": BAMBA,
+        "odd, tied, biases": {
+            **dict(ODD | TIED, mamba_n_heads=6, mamba_d_head="auto", mamba_d_state=5, mamba_n_groups=3),
+            **dict(attention_bias=True, mlp_bias=True, mamba_proj_bias=True, attn_layer_indices=[0, 2]),
+            **{"mamba_d_conv": 2, "time_step_limit": (0.1, 0.8), "hidden_size": 40, "mamba_expand": 3},
+        },
+        "attention first": dict(BAMBA, attn_layer_indices=[0], mamba_conv_bias=False, rope_theta=500.0),
+    },
+    "NemotronH": {
+        "one sublayer a block": NEMOTRON_H,
+        "experts in groups": dict(MOE, n_group=3, topk_group=2),
+        "biases, odd": {
+            **dict(NEMOTRON_H, use_bias=True, mlp_bias=True, mlp_hidden_act="gelu", time_step_min=0.3),
+            **dict(conv_kernel=3, n_groups=1, num_key_value_heads=1, use_conv_bias=False),
+            "layers_block_type": ["full_attention", "linear_attention", "linear_attention", "mlp", "mlp"],
+        },
+    },
+    "Lfm2": {
+        "convolutions": LFM2,
+        "untied, biases, wide kernel": {
+            **dict(LFM2 | UNTIED, conv_bias=True, conv_L_cache=5, block_auto_adjust_ff_dim=False),
+            **{"rope_theta": 500.0, "norm_eps": 1e-3},
+        },
+        "attention by index": {
+            **dict(GROUPED, full_attn_idxs=[0, 2], block_multiple_of=7, block_ffn_dim_multiplier=1.3),
+            "num_key_value_heads": 1,
+        },
+    },
 }
 # The architecture that the config alone leads to, where it is another that says the same.
 FRESH = {
@@ -395,7 +450,11 @@ def test_decoder(name, label, tmp_path):
     kind = "GPT2LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM"
     model = reference(kind, config, tmp_path / "reference")
     # Llama's cached keys keep the angles of a shorter length; Phi-3, which has longrope, reads all anew.
-    more = {"use_cache": False} if (name, label) == ("Llama", "longrope") else {}
+    # With a cache, Mamba-2 takes steps without bounds.
+    anew = (name, label) == ("Llama", "longrope") or "bounds" in label
+    more: dict[str, Any] = {"use_cache": False} if anew else {}
+    if "biases" in label and name in RECURRENT:
+        more["sides"] = ("right",)  # the reference lets a bias of padding on the left into the convolution
     grows = label in ("dynamic", "longrope") or "beyond" in label  # with tokens that cross the trained length
     check_decoder(model, tmp_path / "reference", tmp_path, tokens=30 if grows else 12, **more)
     written = json.loads((tmp_path / "fresh" / "config.json").read_text())["model_type"]

@@ -46,6 +46,8 @@ TOGETHER = ("train", "generate", "serve")  # commands that several processes sha
 def main(arguments: list[str] | None = None) -> None:
     """Run one command. A mistake of the user's is one line on stderr and exit code 2."""
     argv = sys.argv[1:] if arguments is None else arguments
+    if " ".join(argv[:2]) in COMMANDS:  # a command of two words
+        argv = [" ".join(argv[:2]), *argv[2:]]
     name = argv[0] if argv else ""
     if name in ("-h", "--help"):
         print(list_commands(bold=sys.stdout.isatty()))
@@ -74,7 +76,7 @@ def list_commands(bold: bool = False) -> str:
     lines = ["usage: clearhead COMMAND [ARGUMENTS]", "", "A Transformer you can see through."]
     for group, commands in GROUPS.items():
         lines += ["", f"\x1b[1m{group}\x1b[0m" if bold else group]
-        lines += [f"  {name:<12}{command.summary}" for name, command in commands.items()]
+        lines += [f"  {name:<15}{command.summary}" for name, command in commands.items()]
     last = (
         "`clearhead COMMAND --help` shows its arguments and examples.",
         '`eval "$(clearhead --completion)"` completes commands in bash and zsh.',

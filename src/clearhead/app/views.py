@@ -136,6 +136,14 @@ GROUPS: dict[str, dict[str, Command]] = {
             "commands.learned:memories",
             page={"neurons": "interventions:neurons"},
         ),
+        "features train": Command(
+            "train sparse features (SAE, transcoder, crosscoder)",
+            "commands.features:train",
+            loads=("tokenizer", "device", "dtype"),
+        ),
+        "features show": Command(
+            "show what activates features, and what they promote", "commands.features:show", loads=PLACED
+        ),
         "geometry": Command(
             "map token and position embeddings",
             "commands.learned:geometry",

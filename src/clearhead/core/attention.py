@@ -248,10 +248,10 @@ ATTENTIONS: Registry[Any] = Registry(
     {
         **dict.fromkeys(("full", "window", "dilated", "strided", "blocks"), Attention),
         "global": f"{VARIANTS}.global_attention:GlobalAttention",
-        "linear": f"{VARIANTS}.linear:LinearAttention",
-        "low-rank": f"{VARIANTS}.linear:LowRankAttention",
+        **{"linear": f"{VARIANTS}.linear:LinearAttention", "low-rank": f"{VARIANTS}.linear:LowRankAttention"},
         "gated-delta": f"{VARIANTS}.gated_delta:DeltaLayer",
-        "latent": f"{VARIANTS}.latent:LatentAttention",
+        **{"mamba2": f"{VARIANTS}.state_space:Mamba2Layer", "none": f"{VARIANTS}.halves:NoAttention"},
+        **{"conv": f"{VARIANTS}.recurrent:ShortConvLayer", "latent": f"{VARIANTS}.latent:LatentAttention"},
         "disentangled": f"{VARIANTS}.positions:DisentangledAttention",
     }
 )
@@ -259,4 +259,4 @@ ATTENTIONS: Registry[Any] = Registry(
 
 def attention_class(spec: StackSpec, layer: int) -> Any:
     """Return the class of the self-attention of a layer."""
-    return ATTENTIONS[spec.positions if spec.positions in ATTENTIONS else spec.kinds[layer].name]
+    return ATTENTIONS[spec.positions if spec.positions == "disentangled" else spec.kinds[layer].name]

@@ -83,12 +83,14 @@ class FeedForward(nn.Module):
         return up if self.shift is None else tap.step("up_shifted", up + self.shift)
 
 
-# What stands in a block after attention: one feed-forward, or several and a router.
+AT = "clearhead.variants"
+# What stands in a block after attention: one feed-forward, several and a router, or nothing.
 FEEDFORWARDS: Registry[Any] = Registry(
-    {"feedforward": FeedForward, "experts": "clearhead.variants.routing:Experts"}
+    {"feedforward": FeedForward, "experts": f"{AT}.routing:Experts", "none": f"{AT}.halves:NoFeedForward"}
 )
 
 
 def feedforward_class(spec: StackSpec, layer: int) -> Any:
     """Return the class of the feed-forward part of a layer."""
-    return FEEDFORWARDS["feedforward" if "feedforward" in spec.feedforwards(layer) else "experts"]
+    names = spec.feedforwards(layer)
+    return FEEDFORWARDS["none" if not names else "feedforward" if "feedforward" in names else "experts"]

@@ -85,12 +85,14 @@ class Block(nn.Module):
         super().__init__()
         name = f"{spec.prefix}blocks.{layer}"
         self.attention = attention_class(spec, layer)(spec, f"{name}.attention", spec.kinds[layer])
-        self.attention_residual = Residual(spec, reads_other=layer == 0 and not spec.first_norm)
+        bare = (layer == 0 and not spec.first_norm) or spec.kinds[layer].name == "none"
+        self.attention_residual = Residual(spec, reads_other=bare)
         self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
         self.cross_residual = Residual(spec) if spec.cross else None
         self.feedforward = feedforward_class(spec, layer)(spec)
         self.parallel = spec.parallel
-        self.feedforward_residual = Residual(spec, reads_other=spec.parallel and spec.parallel_norms == 1)
+        shared = spec.parallel and spec.parallel_norms == 1
+        self.feedforward_residual = Residual(spec, reads_other=shared or not spec.feedforwards(layer))
         self.router = ROUTERS["depth"](spec, layer) if spec.capacities[layer] < 1 else None
 
     def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:

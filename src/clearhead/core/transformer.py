@@ -116,10 +116,8 @@ class Transformer(nn.Module):
                 f'logits "{logits}" is not known: choose all, last or none',
             )
         if self.encoder is not None and self.decoder is not None:
-            encoder_inputs = (
-                None if source is None else Inputs(source, source_mask, documents=source_documents)
-            )
-            memory = self._encode(self.encoder, encoder_inputs, cache, ids.shape[0], tap)
+            read = None if source is None else Inputs(source, source_mask, documents=source_documents)
+            memory = self._encode(self.encoder, read, cache, ids.shape[0], tap)
         else:
             refuse(source is not None, "source is for a model with an encoder and a decoder: give ids alone")
         tokens = _tokens(spec, inputs, cache, "ids")

@@ -219,7 +219,7 @@ def reading_config() -> Iterator[None]:
 
 Entries = dict[str, Entry]
 MOST_EXPERTS = 4096  # of one block
-TENSORS_OF_A_BLOCK = 4  # at least: queries, keys and values may be one, then two of the feed-forward
+TENSORS_OF_A_BLOCK = 3  # at least: a norm, and the two of a feed-forward alone
 
 
 def as_stored(
@@ -289,7 +289,7 @@ def check_bounds(folder: Path, config: ModelConfig, entries: Entries) -> None:
 
 def _least_weights(stack: StackSpec) -> int:
     """Return the number of feed-forward weights: each of them is in the file once."""
-    matrices, blocks = 3 if stack.gated else 2, len(set(stack.block_of))
+    matrices, blocks = 3 if stack.gated else 2, len(set(stack.block_of)) - len(stack.feedforward_skips)
     dense = len({stack.block_of[layer] for layer in stack.dense_layers}) if stack.n_experts else blocks
     mixture = stack.n_experts * stack.d_expert + stack.d_shared_expert
     return (dense * stack.d_ff + (blocks - dense) * mixture) * matrices * stack.d_model

@@ -207,7 +207,11 @@ def looks(
         _check_place(source, scores.shape[1], "source")
         rest = scores[reader].index_fill(0, torch.tensor([source], device=scores.device), -math.inf)
         odds = scores[reader, source] - rest.logsumexp(0)
-        wanted = [name for name in seen if name.endswith((".z", "embedding", "feedforward.out"))]
+        wanted = [
+            name
+            for name, x in seen.items()
+            if name.endswith((".z", "embedding", "feedforward.out")) and x.requires_grad
+        ]
         slopes = torch.autograd.grad(odds, [seen[name] for name in wanted], None, True, allow_unused=True)
     slope = {name: results.on_cpu(x[0]) for name, x in zip(wanted, slopes) if x is not None}
     edges: list[Edge] = []

@@ -29,17 +29,19 @@ from clearhead.inside.inputs import AnyModel, as_model
 from clearhead.run.api import Model
 from clearhead.run.kernels.lora import merged
 from clearhead.run.quant.apply import refuse_quantized
-from clearhead.variants.gated_delta import GatedDelta
+from clearhead.variants.halves import NoAttention, NoFeedForward
 from clearhead.variants.heads import ClassifierHead, PooledHead, TokenHead
 from clearhead.variants.latent import LatentAttention
 from clearhead.variants.positions import DisentangledAttention
+from clearhead.variants.recurrent import RecurrentLayer
 from clearhead.variants.routing import Experts
 
 # The layers of a sublayer that read its input.
 READERS = {
     LatentAttention: ("q_down", "kv_down", "k_shared", "gate"),
     Attention: ("q", "k", "v", "gate", "q_global", "k_global", "v_global"),
-    GatedDelta: ("q", "k", "v", "gate", "beta", "decay"),
+    RecurrentLayer: ("q", "k", "v", "gate", "beta", "decay", "dt"),
+    **dict.fromkeys((NoAttention, NoFeedForward), ()),
     FeedForward: ("gate", "up"),
     Experts: ("router", "shared_gate"),
 }
@@ -226,8 +228,8 @@ def _writers(model: Transformer) -> Iterator[tuple[Tensor, int]]:
                 yield from _written(cast(nn.Linear, front.project))
             yield from ((table.weight, 1) for table in tables if table is not None)
         for part in stack.modules():
-            if isinstance(part, Attention | GatedDelta):
-                yield from _written(part.out)
+            if isinstance(part, Attention | RecurrentLayer):
+                yield from _written(cast(nn.Linear, part.out))
             elif isinstance(part, FeedForward):
                 yield from _written(part.down)
 

@@ -29,26 +29,23 @@ tokens, D model, V tokens of the vocabulary or classes.
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as nnf
-from torch import Tensor, nn
+from torch import Tensor
 
 from clearhead.core.config import StackSpec
-from clearhead.core.heads import LanguageHead
-from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse, refuse_unknown
 from clearhead.hub import preprocessor, tokenizer
 from clearhead.hub.tokens.text import decoded, label
 from clearhead.inside import inputs
-from clearhead.inside.logit_attribution import freeze
 from clearhead.inside.names import layer_names
+from clearhead.inside.promoted import OutputLayer, arriving, output_layer, stack_of
 from clearhead.inside.results import Result, on_cpu, plain
 from clearhead.learn.batches.ragged import real_tokens
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import weight_of
-from clearhead.variants.heads import ClassifierHead, TokenHead
 from clearhead.variants.routing import Experts
 
 Order = Literal["agreement", "activation"]
@@ -241,11 +238,6 @@ def read_batch(m: Model, batch: Sequence[Passage], groups: Sequence[NeuronGroup]
 # Names ------------------------------------------------------------------------------------------------------
 
 
-def stack_of(m: Model, prefix: str) -> Stack:
-    """Return a stack by the prefix of its activations: "encoder." or ""."""
-    return m.model.encoder if prefix and m.model.encoder is not None else m.model.main
-
-
 def feedforwards(m: Model) -> dict[str, tuple[StackSpec, int, str, int]]:
     """Return the stack, layer, name and width of each feed-forward, by how the names of its neurons begin."""
     return {
@@ -291,59 +283,11 @@ def parse_neuron(m: Model, name: str) -> tuple[str, int]:
 # What neurons promote ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OutputLayer:
-    """The last layer of a head."""
-
-    weight: Tensor | None  # [V, D]; None where no straight way leads to scores
-    names: tuple[str, ...]  # of classes; none for a vocabulary
-    note: str  # what to keep in mind, or why there is no weight
-
-
-def output_layer(m: Model) -> OutputLayer:
-    """Return what maps the last state to scores."""
-    head, names, note = m.model.head, m.class_names, "scores leave out what norms divide by"
-    unread = "what a neuron promotes cannot be read off"
-    if not isinstance(head, LanguageHead | TokenHead | ClassifierHead):
-        return OutputLayer(None, (), f"head {m.config.head} scores no tokens and no classes: {unread}")
-    if isinstance(head, TokenHead) and (head.up is not None or head.pooler is not None):
-        return OutputLayer(None, (), f"a layer of the head bends what the tokens say: {unread}")
-    if isinstance(head, LanguageHead):
-        names = ()
-        note += "; the bend in its head is taken as straight" if head.activation is not None else ""
-    elif m.config.head == "span":
-        names = ("answer begins", "answer ends")
-    elif isinstance(head, ClassifierHead):
-        if head.pooler is not None:
-            note = f"a pooler bends what the tokens say before the classes are scored: {unread}"
-            return OutputLayer(None, (), note)
-        alone = "token alone: a neuron that fires elsewhere speaks through attention"
-        where = {"cls": f"the first {alone}", "last": f"the last {alone}"}
-        note += f"; classes are read from {where.get(head.pooling or 'mean', 'the mean of all tokens')}"
-    return OutputLayer(on_cpu(head.out.weight), names, note)
-
-
 def directions(m: Model, group: NeuronGroup) -> Tensor:
     """Return what each neuron writes, as it arrives at the last layer of the head: [N, D]."""
-    stack, head = stack_of(m, group.stack), m.model.head
-    block, *later = stack.layers()[group.layer :]
+    block = stack_of(m, group.stack).layers()[group.layer]
     written = on_cpu(weight_of(block, f"{group.part}.down")).T[group.units]  # N D
-    residual = block.feedforward_residual
-    written = _through(residual.after, _through(residual.inside, written) * residual.scale)
-    for block in later:
-        for joined in (block.attention_residual, block.cross_residual, block.feedforward_residual):
-            written = _through(joined.after if joined is not None else None, written)
-    written = _through(stack.norm, written)
-    if isinstance(head, LanguageHead):
-        if head.transform is not None:
-            written = written @ on_cpu(head.transform.weight).T
-        written = _through(head.norm, written) * head.scale
-    return written
-
-
-def _through(norm: nn.Module | None, written: Tensor) -> Tensor:
-    """Return what the linear part of a norm makes of it: without the size it divides by, and its bias."""
-    return replace(freeze(norm, written), size=1.0, bias=0.0).forward(written).float()
+    return arriving(m, written, f"{group.stack}blocks.{group.layer}.feedforward.out")
 
 
 # What was found ---------------------------------------------------------------------------------------------
@@ -365,6 +309,8 @@ class Context:
 @dataclass(frozen=True)
 class Neuron(Result):
     """One neuron."""
+
+    kind: ClassVar[str] = "neuron"
 
     name: str
     activation: float  # the highest seen; 0: it never fired
@@ -467,7 +413,7 @@ class Memories(Result):
 
     def _neuron(self, group: NeuronGroup, row: int) -> Neuron:
         contexts = tuple(
-            _context(self.m, float(value), note.tolist())
+            context_of(self.m, float(value), note.tolist())
             for value, note in zip(group.activations[row], group.notes[row])
             if value > 0
         )
@@ -575,7 +521,7 @@ def _judge(m: Model, group: NeuronGroup, weight: Tensor, depth: int, frequency: 
         group.chance = frequency[best].sum(1)
 
 
-def _context(m: Model, value: float, note: list[int]) -> Context:
+def context_of(m: Model, value: float, note: list[int]) -> Context:
     """Return a note in words."""
     window, (answer, text, place) = note[:WINDOW], note[WINDOW:]
     here = window[AROUND]

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.errors import InputError, nearest, refuse, refuse_unknown
-from clearhead.variants.kinds import GatedDeltaKind
 
 PARTS = {"self": "blocks.{}.attention", "encoder": "encoder.blocks.{}.attention", "cross": "blocks.{}.cross"}
 _NAME = re.compile(r"(?:(self|encoder|cross)\.)?(\d+)\.(\d+)")
@@ -64,7 +63,7 @@ class AttentionName(NamedTuple):
 def kinds_of(config: ModelConfig) -> dict[AttentionName, Kind]:
     """Return what each attention of a model computes, in the order of the forward pass.
 
-    Those of the gated delta rule have no heads by themselves: they share a convolution and a gate.
+    Those of recurrent layers have no heads by themselves: they share a convolution and a gate.
     """
     kinds_by_name = {}
     for spec in config.stacks:
@@ -72,14 +71,13 @@ def kinds_of(config: ModelConfig) -> dict[AttentionName, Kind]:
             kinds = (("encoder" if spec.prefix else "self", own), ("cross", FULL))
             for name, kind in kinds[: 1 + spec.cross]:
                 heads = spec.heads_of(AttentionName(name, layer).part)
-                alone = not isinstance(kind, GatedDeltaKind)
-                kinds_by_name[AttentionName(name, layer, len(heads) if alone else 0)] = kind
+                kinds_by_name[AttentionName(name, layer, len(heads) if kind.has_heads else 0)] = kind
     return kinds_by_name
 
 
 def attentions(config: ModelConfig, kind: str | None = None) -> list[AttentionName]:
     """Return every attention whose heads are heads by themselves, or those of one kind, in order."""
-    alone = [name for name, own in kinds_of(config).items() if not isinstance(own, GatedDeltaKind)]
+    alone = [name for name, own in kinds_of(config).items() if own.has_heads]
     return [name for name in alone if kind in (None, name.kind)]
 
 
@@ -125,9 +123,9 @@ def heads_in(some: Iterable[AttentionName]) -> list[AttentionHead]:
 
 def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]:
     """Return heads by their names; an error lists some that exist."""
-    known = {str(head): head for head in all_heads(config)}
-    heads = []
-    for name in names:
+    wanted, heads = list(names), list[AttentionHead]()
+    known = {str(head): head for head in all_heads(config)} if wanted else {}
+    for name in wanted:
         matched = _NAME.fullmatch(name.strip())
         head = str(AttentionHead(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
         if head not in known:

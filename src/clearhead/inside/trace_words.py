@@ -24,8 +24,8 @@ LEGEND = {
     "E": "width of a head",
     "Ev": "width of a value head, where it is not E",
     "R": "columns of a head that are rotated",
-    "Kd": "key heads of a gated delta layer",
-    "Hd": "value heads of a gated delta layer",
+    "Kd": "key heads of a recurrent layer (in Mamba-2: groups)",
+    "Hd": "value heads of a recurrent layer",
     "Ed": "width of its key heads",
     "Vd": "width of its value heads",
     "Cd": "columns that its convolution reads: those of all queries, keys and values",
@@ -198,6 +198,7 @@ feedforward.up_shifted | shift | {rows} {F} | up + {shift} |
     A feature that was not found still lets some of the gate through.
 feedforward.activated | activate | {rows} {F} | {activation}(x) |
     The bend: without it the two linear maps would be one.
+feedforward.out | nothing | B T D | 0 | This block has attention alone.
 feedforward.gated | multiply | {rows} {F} | gate · up |
     The gate lets some features through and holds others back.
 feedforward.down | contract | {rows} D | x · Wd{feedforward_bias} |
@@ -295,6 +296,47 @@ attention.concat | norm and gate | B T Hd·Vd | rmsnorm(z) · silu(gate) |
 attention.out | output | B T D | x · Wo | Mixes what the heads read, and brings it to the width of the stream.
 """
     ),
+    "mamba2": _table(
+        """
+attention.v_projected | value, projected | B T Hd·Vd | x · Wx{own_bias} | One linear map of each token.
+attention.k_projected | key, projected | B T Kd·Ed | x · Wb{own_bias} | One linear map of each token.
+attention.q_projected | query, projected | B T Kd·Ed | x · Wc{own_bias} | One linear map of each token.
+attention.conv | convolve | B T Cd | silu(conv(v, k, q)) | Each token takes in the few before it.
+attention.q | query | B Kd T Ed | B T Kd·Ed → B Kd T Ed |
+    What each token looks for in the memory. The paper's C.
+attention.k | key | B Kd T Ed | B T Kd·Ed → B Kd T Ed |
+    The place in the memory that each token writes to. The paper's B.
+attention.v | value | B Hd T Vd | B T Hd·Vd → B Hd T Vd | What each token writes there. The paper's x.
+attention.dt | step | B Hd T | softplus(x · Wdt + b) |
+    How strongly each token writes, and how far it makes the memory fade.
+attention.decay | decay | B Hd T | −rate · step |
+    How much of the memory each token forgets first, as a logarithm.
+attention.z | recall | B Hd T Vd | memory · q + d · v |
+    Each token reads the memory, after it has faded and been written, and adds its own value.
+attention.gate | gate | B T Hd·Vd | x · Wz{own_bias} | How much of what was read each token will let through.
+attention.concat | gate and norm | B T Hd·Vd | rmsnorm(z · silu(gate)) |
+    What the heads read is laid side by side, gated, and brought to one scale.
+attention.out | output | B T D | x · Wo{own_bias} |
+    Mixes what the heads read, and brings it to the width of the stream.
+"""
+    ),
+    "conv": _table(
+        """
+attention.k | input gate | B 1 T D | x · Wb{own_bias} | How much of its value each token hands on.
+attention.q | output gate | B 1 T D | x · Wc{own_bias} |
+    How much of what the convolution gives each token takes.
+attention.v | value | B 1 T D | x · Wx{own_bias} | What each token hands on.
+attention.gated | gate | B T D | input gate · value | What goes into the convolution.
+attention.conv | convolve | B T D | conv(x) | Each token takes in the few before it.
+attention.z | gate | B 1 T D | output gate · x | What comes out of the convolution.
+attention.out | output | B T D | x · Wo{own_bias} | One linear map of each token.
+"""
+    ),
+    "none": _table(
+        """
+attention.out | nothing | B T D | 0 | This block has a feed-forward alone.
+"""
+    ),
     "latent": _table(
         """
 attention.q_down | latent of queries | B T Cq | x · Wdq{qkv_bias} |
@@ -355,6 +397,7 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
     weighed = f"{scores}, the chosen" + (" / their sum" if config.router_renormalise else "")
     weighed = "softmax(the chosen)" if config.router_order == "topk_softmax" else weighed
     groups = f" in the best {config.n_active_groups} of {config.router_groups} groups"
+    layer = re.match(r"(?:encoder\.)?blocks\.(\d+)\.", name)
     of_tokens = ".front." in name or name.startswith("head.")  # as wide as their table
     return {
         "W": "D" if (spec.d_embedding if of_tokens else spec.d_summed) == spec.d_model else "W",
@@ -380,6 +423,7 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "logit_scale": f"{config.logit_scale:.4g}",
         "softcap": config.attention_softcap,
         "logit_softcap": config.logit_softcap,
+        "own_bias": " + b" if layer and getattr(spec.kinds[int(layer[1])], "bias", False) else "",
         "qkv_bias": " + b" if config.qkv_bias else "",
         "key_bias": " + b" if config.key_bias else "",
         "out_bias": " + b" if config.attention_out_bias else "",

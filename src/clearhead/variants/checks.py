@@ -121,6 +121,11 @@ def _spec_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]
     apart = config.positions == "disentangled"
     if not apart and (config.relative_norm or config.relative_terms != "both"):
         yield "relative_norm and relative_terms belong to positions disentangled: leave them out"
+    for layer in config.feedforward_skips:
+        if not 0 <= layer <= last:
+            yield f"feedforward_skips names layer {layer}, and there are layers 0 to {last}"
+    for stack in stacks:
+        yield from _halved_mistakes(config, stack)
     for layer in config.rope_skips:
         if not 0 <= layer <= last:
             yield f"rope_skips names layer {layer}, and there are layers 0 to {last}"
@@ -158,6 +163,23 @@ def _kind_mistakes(config: Fields, stack: StackSpec, layer: int, kind: Kind, fir
     if not kind.masked and config.attention_sink:
         yield f"{name} has no softmax for attention_sink: leave one out"
     yield from kind.mistakes(config, stack, layer)
+
+
+def _halved_mistakes(config: Fields, stack: StackSpec) -> Iterator[str]:
+    """Check blocks that have attention alone, or a feed-forward alone."""
+    lacks = [
+        [kind.name == "none", layer in stack.feedforward_skips] for layer, kind in enumerate(stack.kinds)
+    ]
+    if [True, True] in lacks:
+        layer = lacks.index([True, True])
+        yield f'layer {layer} has attention "none" and is in feedforward_skips: leave it one of both'
+    if [any(part) for part in zip(*lacks)] == [False, False]:
+        return
+    if config.norm_position != "pre" or config.parallel:
+        layout = "parallel" if config.parallel else f"norm_position {config.norm_position}"
+        yield f"blocks of attention or a feed-forward alone have one norm, before it: leave {layout} out"
+    if any(lacks[layer] != lacks[stack.block_of.index(block)] for layer, block in enumerate(stack.block_of)):
+        yield "feedforward_skips differ in layers that share weights by layer_groups: name all or none"
 
 
 def _rope_mistakes(config: Fields, stack: StackSpec) -> Iterator[str]:
@@ -223,7 +245,8 @@ def _head_mistakes(config: Fields) -> Iterator[str]:
 
 # The text of a kind of attention ----------------------------------------------------------------------------
 
-AT_LEAST = {"size": 1, "step": 1, "window": 1, "rank": 1, "kernel": 2}  # of a number; the others may be 0
+# The least value of a number; the others may be 0.
+AT_LEAST = {"size": 1, "step": 1, "window": 1, "rank": 1, "kernel": 2, "groups": 1, "d_state": 1}
 
 
 def read_kind(text: str) -> Kind:
@@ -238,7 +261,7 @@ def read_kind(text: str) -> Kind:
     )
     kind = KINDS[name]
     names = [entry.name for entry in dataclasses.fields(kind)]
-    values: dict[str, int | str] = {}
+    values: dict[str, int | float | str] = {}
     positional: list[str] = []
     for index, item in enumerate(part.strip() for part in (inner or "").split(",") if part.strip()):
         key, equals, value = (side.strip() for side in item.partition("="))
@@ -256,15 +279,19 @@ def read_kind(text: str) -> Kind:
     return kind(**values)
 
 
-def _value(text: str, key: str, value: str, hint: object) -> int | str:
-    choices = get_args(hint)
+def _value(text: str, key: str, value: str, hint: object) -> int | float | str:
+    choices = ("False", "True") if hint is bool else get_args(hint)
+    if hint is float:
+        wrong = re.fullmatch(r"\d+(\.\d*)?(e-?\d+)?|inf", value) is None
+        refuse(wrong, f'attention "{text}" has {key} {value}: it must be a number, 0 or more', ConfigError)
+        return float(value)
     if choices:
         refuse(
             value not in choices,
             f'attention "{text}" has {key} "{value}": choose from {", ".join(choices)}',
             ConfigError,
         )
-        return value
+        return value == "True" if hint is bool else value
     least = AT_LEAST.get(key, 0)
     refuse(
         not value.isdecimal() or int(value) < least,

@@ -178,7 +178,7 @@ def tap_names(model: object) -> list[str]:
             attention = [f"{part}.{tap}" for part, some in taps.items() for tap in some]
             inner = [f"{part}.{tap}" for part in stack.feedforwards(layer) for tap in FEEDFORWARD_TAPS]
             if "feedforward" not in stack.feedforwards(layer):
-                inner = ["feedforward.router", *inner, "feedforward.out"]
+                inner = [*(["feedforward.router"] if inner else []), *inner, "feedforward.out"]
             after = [*([] if config.parallel else ["resid_mid"]), "feedforward.in", *inner]
             routed = ["router", "passed"] if stack.capacities[layer] < 1 else []
             block = ["resid_pre", *routed, *attention, *after, "resid_post"]

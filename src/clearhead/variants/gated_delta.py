@@ -15,17 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clearhead.core.cache import LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
-from clearhead.core.masks import View
 from clearhead.core.norms import RMSNorm
 from clearhead.core.taps import SILENT, Tap
 from clearhead.errors import ConfigError, refuse
-from clearhead.variants.caches import LayerState
 from clearhead.variants.kinds import GatedDeltaKind
 from clearhead.variants.linear import CHUNK, GROUP, matmul
+from clearhead.variants.recurrent import RecurrentLayer, RecurrentState, convolve, decays
 from clearhead.variants.steps import Pass, Step, linear_step
 
 LARGEST_RATE = 16.0  # fresh decay rates are uniform up to here
@@ -75,16 +73,7 @@ def _by_chunks(
     v = F.pad(v, (0, 0, 0, more)).reshape(B, H, N, C, V)
     g, beta = (F.pad(x, (0, more)).reshape(B, H, N, C) for x in (g, beta))
 
-    # The decay from token j to token i, as a sum of what lies between: a difference of two long sums rounds.
-    later = torch.ones(C, C, dtype=torch.bool, device=v.device).tril(-1)
-    between = torch.where(later, g[..., None], 0.0).cumsum(-2)  # B H N C C: i, j
-    seen, entering = later | torch.eye(C, dtype=torch.bool, device=v.device), g.cumsum(-1)
-    if starts is not None:
-        run = F.pad(starts.long(), (0, more)).reshape(B, 1, N, C).cumsum(-1)  # runs that begin in this chunk
-        seen = seen & (run[..., None] == run[..., None, :])
-        entering = entering.masked_fill(run > 0, -torch.inf)  # nothing enters a run from before it
-    decay = between.masked_fill(~seen, -torch.inf).exp()
-    entering, leaving = entering.exp()[..., None], decay[..., -1, :, None]  # B H N C 1
+    decay, entering, leaving = decays(g, starts)
 
     # What token i writes depends on what the tokens before it in the chunk write: (1 + L) writes = ...
     strong = k * beta[..., None]
@@ -148,14 +137,6 @@ def _by_groups(
     return states, writes - matmul(corrections, states), state
 
 
-class GatedDeltaState:
-    """What one layer carries from call to call, and each call updates. No gradients flow through it."""
-
-    tail: Tensor | None = None  # B kernel-1 W: inputs of the convolution at the last real tokens
-    memory: Tensor | None = None  # B H E V
-    document: Tensor | None = None  # B: the document of the last real token
-
-
 class GatedDelta(nn.Module):
     """A layer of the gated delta rule: projections, short convolution, rule, gated norm, output."""
 
@@ -194,7 +175,7 @@ class GatedDelta(nn.Module):
         x: Tensor,
         real: Tensor | None = None,
         documents: Tensor | None = None,
-        state: GatedDeltaState | None = None,
+        state: RecurrentState | None = None,
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]; see `gated_delta`.
@@ -205,7 +186,7 @@ class GatedDelta(nn.Module):
         """
         B, T, _ = x.shape
         mixed = [tap.step(f"{n}_projected", part(x)) for n, part in zip("qkv", (self.q, self.k, self.v))]
-        convolved, starts = self._convolve(torch.cat(mixed, dim=-1), real, documents, state)
+        convolved, starts = convolve(torch.cat(mixed, dim=-1), self.per_head()[0], real, documents, state)
         q, k, v = tap.step("conv", convolved).tensor_split(self.borders, dim=-1)
         q, k = (_unit(each.reshape(B, T, self.n_key_heads, -1)).transpose(1, 2) for each in (q, k))
         v = v.reshape(B, T, self.n_value_heads, -1).transpose(1, 2)
@@ -232,81 +213,13 @@ class GatedDelta(nn.Module):
         """Return the convolution [W, 1, kernel], and bias [H] and log of the rate [H] of the decay."""
         return self.conv, self.decay_bias, self.log_rate
 
-    def _convolve(
-        self, x: Tensor, real: Tensor | None, documents: Tensor | None, state: GatedDeltaState | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Convolve the real tokens of each row [B, T, W], with silu; return also where documents start."""
-        B, T, W = x.shape
-        reach, slots = self.conv.shape[-1] - 1, torch.arange(T, device=x.device)
-        count, order = torch.full((B, 1), T, device=x.device), slots.expand(B, T)  # of each slot's token
-        documents = None if documents is None else documents.expand(B, T)
-        unnamed = state is not None and state.memory is not None and state.document is None
-        refuse(
-            unnamed and documents is not None,
-            "this cache was filled without documents: name them from its first call on",
-        )
-        if real is not None:  # move the real tokens of each row to its front
-            real = real.expand(B, T)
-            order = real.long().cumsum(1)
-            count, order = order[:, -1:], (order - 1).clamp(min=0)
-            front = (~real).long().argsort(dim=1, stable=True)
-            x = x.gather(1, front[..., None].expand(B, T, W))
-            documents = None if documents is None else documents.gather(1, front)
-        tail = x.new_zeros(B, reach, W) if state is None or state.tail is None else state.tail
-        inputs = torch.cat([tail, x], dim=1)
-        taps = [inputs[:, back : back + T] for back in range(reach + 1)]  # oldest first
-        starts = runs = None
-        if documents is not None:
-            before = documents[:, :1]
-            if state is not None and state.document is not None:
-                before = state.document[:, None]
-            documents = torch.cat([before, documents], dim=1)
-            starts = (documents[:, 1:] != documents[:, :-1]) & (slots < count)
-            runs = F.pad(starts.long().cumsum(1), (reach, 0))
-            taps = [
-                each * (runs[:, back : back + T] == runs[:, reach:])[..., None]
-                for back, each in enumerate(taps)
-            ]
-        weights = wide(self.per_head()[0][:, 0]).unbind(-1)
-        y = F.silu(sum((wide(each) * by for each, by in zip(taps, weights)), start=wide(x).new_zeros(())))
-        if state is not None:
-            last = count + torch.arange(reach, device=x.device)  # positions of the last `reach` real tokens
-            state.tail = inputs.gather(1, last[..., None].expand(B, reach, W)).detach()
-            if documents is not None and runs is not None:
-                ended = runs.gather(1, last) != runs.gather(1, count + reach - 1)
-                state.tail = state.tail.masked_fill(ended[..., None], 0.0)
-                state.document = documents.gather(1, count)[:, 0]
-        if real is not None:
-            y = y.gather(1, order[..., None].expand(B, T, W)).masked_fill(~real[..., None], 0.0)
-            starts = None if starts is None else starts.gather(1, order) & real
-        return y.to(x.dtype), starts
 
-
-class DeltaLayer(GatedDelta):
+class DeltaLayer(RecurrentLayer, GatedDelta):  # type: ignore[misc]
     """A layer of the gated delta rule in a block."""
 
     def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
         assert isinstance(kind, GatedDeltaKind)
-        super().__init__(spec.d_model, *kind.sizes(spec), kernel=kind.kernel, eps=spec.norm.eps)
-
-    def forward(  # type: ignore[override]
-        self,
-        x: Tensor,
-        view: View,
-        memory: Tensor | None = None,
-        layer_kv: LayerKV | None = None,
-        tap: Tap = SILENT,
-    ) -> Tensor:
-        """Map [B, T, D] -> [B, T, D]."""
-        tokens, state = view.described(), GatedDeltaState()
-        keys = layer_kv if isinstance(layer_kv, LayerState) else None
-        if keys is not None and keys.state:
-            state.memory, state.tail, *document = keys.state
-            state.document = document[0] if document else None
-        y = super().forward(x, tokens.real, tokens.documents, state if keys is not None else None, tap)
-        if keys is not None and state.memory is not None and state.tail is not None:
-            keys.keep(state.memory, state.tail, *(() if state.document is None else (state.document,)))
-        return y
+        GatedDelta.__init__(self, spec.d_model, *kind.sizes(spec), kernel=kind.kernel, eps=spec.norm.eps)
 
     @staticmethod
     def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:

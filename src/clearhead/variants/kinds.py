@@ -289,13 +289,27 @@ class LowRank(Kind):
 
 
 @dataclass(frozen=True)
-class GatedDeltaKind(Kind):
+class Recurrent(Kind):
+    """What reads from left to right, after a short convolution: a state stands in place of keys."""
+
+    shares = has_heads = False
+    masked = patterned = False
+    untapped = ("scores", "pattern")
+
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
+        """Yield what is wrong; see `Kind`."""
+        name, own = self.of_layer(layer), f"{stack.prefix}blocks.{layer}.attention"
+        if not stack.causal:
+            yield f"{name} reads from left to right: it is for decoders"
+        if config.pruned_heads.get(own):
+            yield f"pruned_heads names {own}, whose heads share a convolution and a gate: prune other layers"
+
+
+@dataclass(frozen=True)
+class GatedDeltaKind(Recurrent):
     """The gated delta rule, with a short convolution and an output gate (Gated DeltaNet)."""
 
     name = "gated-delta"
-    shares = False
-    masked = patterned = False
-    untapped = ("scores", "pattern")
     key_heads: int = 0  # 0: n_kv_heads
     value_heads: int = 0  # 0: n_heads
     d_key: int = 0  # of a head; 0: d_head
@@ -318,15 +332,76 @@ class GatedDeltaKind(Kind):
 
     def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
         """Yield what is wrong; see `Kind`."""
-        name, own = self.of_layer(layer), f"{stack.prefix}blocks.{layer}.attention"
+        yield from super().mistakes(config, stack, layer)
         keys, values, *_ = self.sizes(stack)
-        if not stack.causal:
-            yield f"{name} reads from left to right: it is for decoders"
-        if config.pruned_heads.get(own):
-            yield f"pruned_heads names {own}, whose heads share a convolution and a gate: prune other layers"
         if values % keys:
             multiple = "has value heads that are no multiple of its key heads"
-            yield f"{name} {multiple}: set key_heads or value_heads"
+            yield f"{self.of_layer(layer)} {multiple}: set key_heads or value_heads"
+
+
+@dataclass(frozen=True)
+class Mamba2Kind(Recurrent):
+    """A memory that decays by a scalar of each head and token, after a short convolution (Mamba-2)."""
+
+    name = "mamba2"
+    heads: int = 0  # 0: n_heads
+    groups: int = 1  # of heads that share keys and queries, which are called B and C there
+    d_head: int = 0  # 0: d_head
+    d_state: int = 128  # width of a key: the memory of a head is d_state x d_head
+    kernel: int = 4  # tokens that the convolution sees
+    dt_min: float = 0.0  # a step, the strength of a write, is at least this
+    dt_max: float = math.inf  # and at most this
+    norm: Literal["all", "groups"] = "all"  # the gated norm is over all heads, or over those of each group
+    bias: bool = False  # in the linear layers
+    conv_bias: bool = True
+
+    def sizes(self, spec: StackSpec) -> tuple[int, int]:
+        """Return the number of heads and their width; the stack's own where the kind says 0."""
+        return self.heads or spec.n_heads, self.d_head or spec.d_head
+
+    def state_shapes(self, spec: StackSpec, heads: int) -> list[tuple[int, ...]]:
+        """Return the shapes of the memory, and of the inputs that the convolution still needs."""
+        count, width = self.sizes(spec)
+        return [
+            (count, self.d_state, width),
+            (self.kernel - 1, count * width + 2 * self.groups * self.d_state),
+        ]
+
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
+        """Yield what is wrong; see `Kind`."""
+        yield from super().mistakes(config, stack, layer)
+        heads, name = self.sizes(stack)[0], self.of_layer(layer)
+        if heads % self.groups:
+            yield f"{name} has {heads} heads, no multiple of its {self.groups} groups: set heads or groups"
+        if not 0 <= self.dt_min <= self.dt_max:
+            yield f"{name} has dt_min {self.dt_min} and dt_max {self.dt_max}: raise dt_max"
+
+
+@dataclass(frozen=True)
+class ShortConvKind(Recurrent):
+    """A short convolution between two gates (LFM2)."""
+
+    name = "conv"
+    kernel: int = 3  # tokens that the convolution sees
+    bias: bool = False  # in the linear layers and the convolution
+
+    def state_shapes(self, spec: StackSpec, heads: int) -> list[tuple[int, ...]]:
+        """Return the shape of the inputs that the convolution still needs."""
+        return [(self.kernel - 1, spec.d_model)]
+
+
+@dataclass(frozen=True)
+class NoKind(Kind):
+    """No attention: the block has a feed-forward alone."""
+
+    name = "none"
+    shares = has_heads = False
+    masked = patterned = False
+    untapped = ("q", "k", "v", "scores", "pattern", "z")
+
+    def kept(self, spec: StackSpec, attention: str) -> tuple[int, int, int]:
+        """Return that nothing is kept."""
+        return 0, 0, 0
 
 
 @dataclass(frozen=True)

@@ -141,6 +141,8 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
         spec, run, f"{name}.feedforward", rows
     )
     for part, steps in sublayers.items():
+        if part in lacks_of(spec, layer):
+            continue
         residual = f"{name}.{part}_residual"
         second = spec.parallel and part == "feedforward"  # it reads the same stream as attention
         shared = second and spec.parallel_norms == 1  # it reads what attention has read
@@ -157,6 +159,12 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
             yield Step(f"{residual}.dropout", part, kept=rows * D)
         if layout == "post":
             yield norm_step(f"{residual}.after", spec.norm, run, rows, D)
+
+
+def lacks_of(spec: StackSpec, layer: int) -> set[Part]:
+    """Return the sublayers that a block does not have."""
+    attention: set[Part] = {"attention"} if spec.kinds[layer].name == "none" else set()
+    return attention | (set() if spec.feedforwards(layer) else {"feedforward"})
 
 
 def embedding_steps(spec: StackSpec, run: Pass, length: int, shared: bool) -> Iterator[Step]:

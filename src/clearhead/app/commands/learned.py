@@ -366,7 +366,7 @@ def memories(
     m = model()
     from clearhead.inside.memories import memories as run
 
-    firing = run(m, _inputs(m, corpus, text), layer, top, neuron or None, limit or None)
+    firing = run(m, corpus_inputs(m, corpus, text), layer, top, neuron or None, limit or None)
     body: dict[str, Any] = {"tokens": firing.tokens, "note": firing.note}
     if token is not None:
         hits = firing.search(token, top)
@@ -379,9 +379,9 @@ def memories(
             "depth": firing.depth,
             "neurons": [memory.to_dict() for memory in listed],
         }
-        tables = [_list_table(listed)]
+        tables = [neuron_list(listed)]
         if neuron:
-            tables = [shown for memory in listed for shown in _neuron_tables(memory)]
+            tables = [shown for memory in listed for shown in neuron_tables(memory)]
     notes = [
         f"{firing.tokens:,} tokens read, {firing.top} contexts kept for each neuron.",
         *([f"Agreement: the answer is among the first {firing.depth} promoted."] if firing.agrees else ()),
@@ -395,7 +395,7 @@ def memories(
     return View(body, [*tables, *notes], draw)
 
 
-def _inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iterator[Given]:
+def corpus_inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iterator[Given]:
     """Give what the model is to read, texts, pairs or images: `texts`, else the examples of a data set."""
     from clearhead.learn.data.examples import Images, Pair, Question
     from clearhead.learn.tasks.table import open_data
@@ -424,7 +424,8 @@ def _inputs(model: ch.Model, corpus: str | None, texts: tuple[str, ...]) -> Iter
             yield row.context if isinstance(row, Question) else row.texts()[0]
 
 
-def _list_table(listed: list[Neuron]) -> Table:
+def neuron_list(listed: list[Neuron]) -> Table:
+    """Show neurons or features, with what they promote and what fires them."""
     rows: list[Sequence[Cell]] = []
     for memory in listed:
         shares = {"agreement": memory.agreement, "chance": memory.chance}
@@ -433,10 +434,12 @@ def _list_table(listed: list[Neuron]) -> Table:
         promoted = "\n".join(name for name, _ in memory.promoted[:SHOWN])
         contexts = [piece for context in memory.contexts[:SHOWN] for piece in ("\n", *_context(context))]
         rows += [(about, promoted, contexts[1:]), ()]
-    return table("what fires neurons, and what they promote", ("neuron", "promotes", "fired by"), rows)
+    return table(
+        f"what fires {listed[0].kind}s, and what they promote", (listed[0].kind, "promotes", "fired by"), rows
+    )
 
 
-def _neuron_tables(memory: Neuron) -> list[Table]:
+def neuron_tables(memory: Neuron) -> list[Table]:
     """Show what fires a neuron, and below what it promotes and suppresses."""
     fired = [
         (f"{context.activation:.3f}", _context(context), context.answer or "") for context in memory.contexts
@@ -444,8 +447,9 @@ def _neuron_tables(memory: Neuron) -> list[Table]:
     promoted, suppressed = (
         [(name, f"{value:+.3f}") for name, value in side] for side in (memory.promoted, memory.suppressed)
     )
-    agreed = f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
-    title = f"neuron {memory.name}{'' if memory.agreement is None else agreed}"
+    title = f"{memory.kind} {memory.name}"
+    if memory.agreement is not None:
+        title += f", agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
     sides = _side_by_side((2, promoted), (2, suppressed))
     return [
         table(title, (">activation", "fired by", "goes on with"), fired),

@@ -130,7 +130,7 @@ def draw_neuron(memory: Neuron) -> Figure:
     """Draw the places that fired it, the token in red, and the tokens that it promotes and suppresses."""
     rows = max(len(memory.contexts[:SHOWN]), 2 * min(len(memory.promoted), SHOWN // 2), 4)
     widths = [3, 2] if memory.promoted else [1]
-    title = f"Neuron {memory.name}"
+    title = f"{memory.kind.capitalize()} {memory.name}"
     if memory.agreement is not None:
         title += f": agreement {memory.agreement:.0%}, by chance {memory.chance:.0%}"
     width = 12 if memory.promoted else 8

@@ -99,8 +99,7 @@ class StackFields:
     # slowest frequency exactly 1/10,000 (True), or one step above it, as in the paper
     sinusoid_ends: bool = False
     rope_base: float = 10_000.0  # larger: slower rotation, for longer texts
-    # base in layers that have a window; None: rope_base, with the scaling
-    rope_local_base: float | None = None
+    rope_local_base: float | None = None  # base in layers with a window; None: rope_base, with the scaling
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
     rope_scaling: RopeScaling | None = None  # beyond the trained length; see RopeScaling
     rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
@@ -138,6 +137,7 @@ class StackFields:
     d_shared_expert: int = 0  # width of one more expert that each token visits; 0: none
     shared_expert_gate: bool = True  # what it answers is weighed by a sigmoid
     dense_layers: tuple[int, ...] = ()  # layers, counted from 0, with one feed-forward in place of a mixture
+    feedforward_skips: tuple[int, ...] = ()  # layers, counted from 0, with attention alone
 
     # Residual
     norm_position: NormPosition = "pre"  # before or after a sublayer, both, or on its output
@@ -332,6 +332,8 @@ class StackSpec(StackFields):
 
     def feedforwards(self, layer: int) -> dict[str, int]:
         """Return the width of each feed-forward of a layer, by its name in the block; experts are several."""
+        if layer in self.feedforward_skips:
+            return {}
         if not self.n_experts or layer in self.dense_layers:
             return {"feedforward": self.d_ff}
         experts = {f"feedforward.experts.{number}": self.d_expert for number in range(self.n_experts)}

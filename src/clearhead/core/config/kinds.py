@@ -10,6 +10,9 @@
     low-rank(64)             64 mixtures of all keys (Linformer)
     gated-delta              a memory that forgets and corrects itself (Gated DeltaNet)
     latent(64)               every key, made of a latent of width 64, which a cache keeps (DeepSeek)
+    mamba2(8, d_state=64)    a memory that decays by a scalar of each head: a state-space layer (Mamba-2)
+    conv(3)                  a short convolution between two gates (LFM2)
+    none                     nothing: the block has a feed-forward alone
 
 The masked kinds take `sinks=4`: the first 4 tokens are always seen.
 """
@@ -36,6 +39,7 @@ class Kind:
     # linear or recurrent kinds keep a state in place of keys
     masked: ClassVar[bool] = True
     shares: ClassVar[bool] = True  # its weights are those of ordinary attention
+    has_heads: ClassVar[bool] = True  # each writes to the stream by itself: none shares a gate or a norm
     both_sides: ClassVar[bool] = False  # it needs later tokens too: it is for encoders
     patterned: ClassVar[bool] = True  # each query has shares of the tokens, which a picture can show
     untapped: ClassVar[tuple[str, ...]] = ()  # activations of attention that it does not have
@@ -162,19 +166,13 @@ def with_sinks(rule: Rule, sinks: int) -> Rule:
 
 
 VARIANTS = "clearhead.variants.kinds"
+OTHERS = {
+    **{"dilated": "Dilated", "strided": "Strided", "blocks": "Blocks", "global": "GlobalKind"},
+    **{"linear": "LinearKind", "low-rank": "LowRank", "gated-delta": "GatedDeltaKind", "latent": "Latent"},
+    **{"mamba2": "Mamba2Kind", "conv": "ShortConvKind", "none": "NoKind"},
+}
 # By the name that a config gives them, such as "window(128)", which `variants.checks.read_kind` takes apart.
 KINDS: Registry[type[Kind]] = Registry(
-    {
-        "full": Full,
-        "window": Windowed,
-        "dilated": f"{VARIANTS}:Dilated",
-        "strided": f"{VARIANTS}:Strided",
-        "blocks": f"{VARIANTS}:Blocks",
-        "global": f"{VARIANTS}:GlobalKind",
-        "linear": f"{VARIANTS}:LinearKind",
-        "low-rank": f"{VARIANTS}:LowRank",
-        "gated-delta": f"{VARIANTS}:GatedDeltaKind",
-        "latent": f"{VARIANTS}:Latent",
-    }
+    {"full": Full, "window": Windowed, **{name: f"{VARIANTS}:{kind}" for name, kind in OTHERS.items()}}
 )
 FULL = Full()

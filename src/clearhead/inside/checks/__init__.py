@@ -10,6 +10,7 @@ its dtype.
     edges        circuits of all edges and of none, one edge by hand, integrated gradients
     rows         kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler;
                  accumulated gradients, resumed runs
+    features     a dictionary computes its formula; in a model, with its error, it changes nothing
 """
 
 import time
@@ -20,6 +21,7 @@ import torch
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.inside.checks.edges import edge_rows
+from clearhead.inside.checks.features import feature_rows
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
 from clearhead.inside.checks.rows import (
     LARGE,
@@ -91,6 +93,7 @@ def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
         *training_rows(inputs),
         *inside_rows(inputs, compile),
         *edge_rows(inputs),
+        *feature_rows(inputs),
     ]
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from clearhead.core.cache import Cache
 from clearhead.core.config import LEARNED_BIASES, ModelConfig
+from clearhead.core.config.fields import Fields
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError
 from clearhead.inside.checks.reference_float64 import Reference
@@ -29,6 +30,7 @@ from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Prompts
 from clearhead.run.kernels.prepare import prepared
 from clearhead.variants.caches import StreamCache, check_stream, sees_past
+from clearhead.variants.checks import MIXTURE
 from clearhead.variants.kinds import Blocks
 
 MOST = 2048  # tokens of a row; a length beyond is reached by position alone
@@ -36,7 +38,7 @@ USUAL = 128  # tokens of a row where no length matters
 PAST = 8  # tokens past a length at which something changes
 SHORT, NEW = 6, 3  # tokens of the short row next to a long one; how many tokens of each row follow its prompt
 # Of a copy whose layers are all dense.
-UNMIXED = {"n_experts": 0, "dense_layers": (), "d_expert": None, "d_shared_expert": 0, "router_bias": False}
+UNMIXED = {"n_experts": 0, **{name: getattr(Fields, name) for name in MIXTURE}}
 STREAM, WINDOW, SINKS = 24, 9, 3  # tokens of a stream, and how many and which of them it keeps
 
 
@@ -279,8 +281,9 @@ def _of_kept(model: Transformer, ids: Tensor) -> Tensor:
 def various(config: ModelConfig) -> list[int]:
     """Return the first layer of each kind: of each kind of attention, rotated or not, with experts or not."""
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
+    listed = (config.rope_skips, config.dense_layers, config.feedforward_skips)
     kinds = [
-        (kind, layer in config.rope_skips, layer in config.dense_layers, deepest.capacities[layer])
+        (kind, *(layer in layers for layers in listed), deepest.capacities[layer])
         for layer, kind in enumerate(deepest.kinds)
     ]
     return sorted({kinds.index(kind) for kind in kinds})
@@ -304,8 +307,12 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         for kind in ("attention", "cross")
     }
     kinds = tuple(str(deepest.kinds[layer]) for layer in kept)
-    dense = tuple(number for number, layer in enumerate(kept) if layer in config.dense_layers)
-    mixture = {"dense_layers": dense} if len(dense) < counts[-1] else UNMIXED
+
+    def of(layers: Sequence[int]) -> tuple[int, ...]:
+        return tuple(number for number, layer in enumerate(kept) if layer in layers)
+
+    dense, skips = of(config.dense_layers), of(config.feedforward_skips)
+    mixture = {"dense_layers": dense} if len({*dense, *skips}) < counts[-1] else UNMIXED
     fewer_layers.config = lively.config.replace(
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
@@ -313,7 +320,8 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         window=None,
         attention=kinds if len({*kinds}) > 1 else kinds[:1],  # stacks of unequal depth have one kind
         depth_capacity=tuple(deepest.capacities[layer] for layer in kept) if len(stacks) == 1 else 1.0,
-        rope_skips=tuple(number for number, layer in enumerate(kept) if layer in config.rope_skips),
+        rope_skips=of(config.rope_skips),
+        feedforward_skips=skips,
         **mixture,
         pruned_heads={name: heads for name, heads in pruned.items() if heads},
     )

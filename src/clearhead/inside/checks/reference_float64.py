@@ -35,6 +35,8 @@ from clearhead.variants.kinds import (
     Latent,
     LinearKind,
     LowRank,
+    Mamba2Kind,
+    ShortConvKind,
     Strided,
 )
 from clearhead.variants.linear import orthogonal_features
@@ -164,10 +166,7 @@ def delta_rule(
     K, H, E, V = kind.sizes(row.plan)
     real = [t for t, is_real in enumerate(row.real) if is_real]
     mixed = torch.cat([inputs.linear(f"{name}.{part}", x[real]) for part in "qkv"], dim=1)
-    kernel, before = inputs.weight(f"{name}.conv")[:, 0], torch.zeros(kind.kernel - 1, mixed.shape[1])
-    padded = torch.cat([before.double(), mixed])
-    mixed = torch.stack([(padded[t : t + kind.kernel] * kernel.T).sum(0) for t in range(len(real))])
-    mixed = mixed / (1 + (-mixed).exp())
+    mixed = silu(convolved(inputs, name, mixed))
     q, k, v = mixed[:, : K * E], mixed[:, K * E : 2 * K * E], mixed[:, 2 * K * E :]
     write = 1 / (1 + (-inputs.linear(f"{name}.beta", x[real])).exp())  # T H
     decay = inputs.linear(f"{name}.decay", x[real]) + inputs.weight(f"{name}.decay_bias")
@@ -186,6 +185,55 @@ def delta_rule(
             z = z / ((z**2).mean() + inputs.config.norm_eps) ** 0.5 * inputs.weight(f"{name}.norm.weight")
             opened = gate[t, head * V : head * V + V]
             answers[place, head * V : head * V + V] = z * opened / (1 + (-opened).exp())
+    return inputs.linear(f"{name}.out", answers)
+
+
+def convolved(inputs: ReferenceInputs, name: str, x: Tensor) -> Tensor:
+    """Return the short convolution of the real tokens of a row: [T, W] -> [T, W]."""
+    kernel = inputs.weight(f"{name}.conv")[:, 0]
+    padded = torch.cat([torch.zeros(kernel.shape[1] - 1, x.shape[1]).double(), x])
+    y = [(padded[t : t + kernel.shape[1]] * kernel.T).sum(0) for t in range(len(x))]
+    bias = inputs.weight(f"{name}.conv_bias") if f"{name}.conv_bias" in inputs.weights else 0.0
+    return torch.stack([x[:0].sum(0), *y])[1:] + bias
+
+
+def silu(x: Tensor) -> Tensor:
+    """Return x · sigmoid(x)."""
+    return x / (1 + (-x).exp())
+
+
+def short_convolution(inputs: ReferenceInputs, name: str, row: ReferenceRow, x: Tensor) -> Tensor:
+    """Convolve the real tokens of a row between two gates: [T, D] -> [T, D]."""
+    real, answers = [t for t, is_real in enumerate(row.real) if is_real], torch.zeros_like(x)
+    b, c, v = (inputs.linear(f"{name}.{part}", x[real]) for part in "kqv")
+    answers[real] = c * convolved(inputs, name, b * v)
+    return inputs.linear(f"{name}.out", answers)
+
+
+def state_space(inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: Mamba2Kind, x: Tensor) -> Tensor:
+    """Read a row from left to right into a memory that decays (Mamba-2): [T, D] -> [T, D]."""
+    (H, V), E, K = kind.sizes(row.plan), kind.d_state, kind.groups
+    real = [t for t, is_real in enumerate(row.real) if is_real]
+    mixed = torch.cat([inputs.linear(f"{name}.{part}", x[real]) for part in "vkq"], dim=1)
+    mixed = silu(convolved(inputs, name, mixed))
+    v, k, q = mixed[:, : H * V], mixed[:, H * V : H * V + K * E], mixed[:, H * V + K * E :]
+    dt = (inputs.linear(f"{name}.dt", x[real]) + inputs.weight(f"{name}.dt_bias")).exp().log1p()  # T H
+    dt = torch.where(dt < kind.dt_min, kind.dt_min, torch.where(dt > kind.dt_max, kind.dt_max, dt))
+    kept, skip = (-inputs.weight(f"{name}.log_rate").exp() * dt).exp(), inputs.weight(f"{name}.skip")
+    v, heads = v.reshape(-1, H, V), [head * K // H for head in range(H)]
+    k, q = (x.reshape(-1, K, E)[:, heads] for x in (k, q))  # T H E
+    found, memory = torch.zeros(len(real), H * V).double(), torch.zeros(H, E, V).double()
+    for t in range(len(real)):
+        write = k[t, :, :, None] * v[t, :, None] * dt[t, :, None, None]
+        memory = memory * kept[t, :, None, None] + write
+        found[t] = ((q[t, :, :, None] * memory).sum(1) + skip[:, None] * v[t]).flatten()
+    found = found * silu(inputs.linear(f"{name}.gate", x[real]))
+    width = H * V // (K if kind.norm == "groups" else 1)
+    for start in range(0, H * V, width):
+        own = slice(start, start + width)
+        found[:, own] /= ((found[:, own] ** 2).mean(1, keepdim=True) + inputs.config.norm_eps) ** 0.5
+    answers = torch.zeros(len(x), H * V).double()
+    answers[real] = found * inputs.weight(f"{name}.norm.weight")
     return inputs.linear(f"{name}.out", answers)
 
 
@@ -312,11 +360,15 @@ class Reference(ReferenceInputs):
             )
             x = x + self.answer(f"{name}.attention_residual", attention(first))
             return x + self.answer(f"{name}.feedforward_residual", feedforward(second))
-        x = self.sublayer(f"{name}.attention_residual", x, attention, normed=config.first_norm or layer > 0)
+        if row.plan.kinds[layer].name != "none":
+            normed = config.first_norm or layer > 0
+            x = self.sublayer(f"{name}.attention_residual", x, attention, normed=normed)
         if row.plan.cross:
             x = self.sublayer(
                 f"{name}.cross_residual", x, partial(self.attention, f"{name}.cross", layer, row, memory)
             )
+        if layer in config.feedforward_skips:
+            return x
         return self.sublayer(f"{name}.feedforward_residual", x, feedforward)
 
     def sublayer(self, name: str, x: Tensor, part: Callable[[Tensor], Tensor], normed: bool = True) -> Tensor:
@@ -337,6 +389,10 @@ class Reference(ReferenceInputs):
         kind = FULL if memory is not None else row.plan.kinds[layer]
         if isinstance(kind, GatedDeltaKind):
             return delta_rule(self, name, row, kind, x)
+        if isinstance(kind, Mamba2Kind):
+            return state_space(self, name, row, kind, x)
+        if isinstance(kind, ShortConvKind):
+            return short_convolution(self, name, row, x)
         z = self.attended(name, layer, row, memory, x, kind)
         if isinstance(kind, GlobalKind):  # global queries see all, by projections of their own
             whole = self.attended(name, layer, row, memory, x, FULL, "_global")

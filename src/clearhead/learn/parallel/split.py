@@ -58,6 +58,7 @@ from clearhead.run.kernels.parts import like
 from clearhead.variants.gated_delta import DeltaLayer
 from clearhead.variants.linear import LinearAttention, LowRankAttention
 from clearhead.variants.positions import RelativePositions
+from clearhead.variants.recurrent import RecurrentLayer
 from clearhead.variants.routing import Experts
 
 
@@ -421,6 +422,11 @@ def _check(name: str, part: nn.Module, size: int) -> None:
             f"{axis} does not divide the {count} key heads of {name}: choose a divisor",
             ConfigError,
         )
+    refuse(
+        isinstance(part, RecurrentLayer) and not isinstance(part, DeltaLayer),
+        f"{axis} splits no {type(part).__name__}, as {name} is: use data or shard in training",
+        ConfigError,
+    )
     if isinstance(part, FeedForward):
         width = part.up.out_features
         refuse(

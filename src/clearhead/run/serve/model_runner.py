@@ -48,7 +48,7 @@ from clearhead.run.serve.kv_cache import (
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import Plan, ServedSequence
 from clearhead.variants.caches import LayerState
-from clearhead.variants.gated_delta import DeltaLayer
+from clearhead.variants.recurrent import RecurrentLayer
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ def runs(documents: list[int]) -> list[slice]:
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], len(documents)])]
 
 
-class RaggedDelta(Direct, DeltaLayer):
-    """A layer of the gated delta rule that reads each chunk of a row by itself."""
+class RaggedRecurrent(Direct, RecurrentLayer):
+    """A recurrent layer that reads each chunk of a row by itself."""
 
     adapted: AdaptedLayers | None = None  # of the runner, where its steps may have adapters
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         x: Tensor,
         view: masks.View,
@@ -203,7 +203,7 @@ class Unpadded(Direct, Transformer):
 RAGGED: dict[type[nn.Module], type[nn.Module]] = {
     Transformer: Unpadded,
     Stack: RaggedStack,
-    DeltaLayer: RaggedDelta,
+    RecurrentLayer: RaggedRecurrent,
 }
 
 
@@ -216,8 +216,8 @@ def ragged(model: Transformer, exact: bool = False) -> Transformer:
     def part_of(part: nn.Module) -> nn.Module:
         for base, kind in RAGGED.items():
             if isinstance(part, base):
-                heads_apart = base is DeltaLayer and type(part) is not base  # some of its heads alone
-                return like(part, type(kind.__name__, (kind, type(part)), {}) if heads_apart else kind)
+                recurrent = base is RecurrentLayer  # each has a class of its own
+                return like(part, type(kind.__name__, (kind, type(part)), {}) if recurrent else kind)
         if exact and isinstance(part, PackedLinear):
             part.packed_rows = range(1, sys.maxsize)
         return part
@@ -272,7 +272,7 @@ class ModelRunner:
         self.head: Callable[[Tensor, None], Tensor] = self.runner.head
         self.adapted = AdaptedLayers(self.runner, model)
         for part in self.runner.modules():
-            if isinstance(part, RaggedDelta):
+            if isinstance(part, RaggedRecurrent):
                 part.adapted = self.adapted
 
     def run(self, pool: Pool, plan: Plan) -> Iterator[tuple[Plan, Plan, Tensor | None]]:

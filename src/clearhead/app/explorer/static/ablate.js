@@ -1,13 +1,14 @@
-// Switch heads, feed-forwards and whole layers off, and see what the model says without them, beside what it said before.
+// Turn heads, feed-forwards and whole layers off, and see what the model says without them, beside what it said before.
 
 import { ATLAS_ASKED, atlasName, beforeAfter, cellText, effectRows, effectsAt, effectsOf, jobProgress, paintCell, partGrid } from "./atlas.js";
 import { amountColour } from "./colour.js";
-import { el, figure, replace } from "./dom.js";
+import { el, figure, percent, replace } from "./dom.js";
 import { scaleBar } from "./heatmap.js";
 import { asks } from "./query.js";
 import { columnOf } from "./selection.js";
 
 const ABLATE_KINDS = { self: "", encoder: "encoder ", cross: "cross " };
+const ABLATE_FIRST = 8; // parts that are listed while everything is on
 const ABLATE_HOWS = { zero: "set to zero", mean: "set to their mean over this text", second: "taken from the second text" };
 
 /** The kind of a part's name, as the model's argument is called, and the rest of it. */
@@ -18,8 +19,8 @@ function ablatePart(name) {
 
 export const ablateSection = {
   id: "ablate",
-  title: "Switch off",
-  hint: "What does the model say without a part? Each cell is a head, a feed-forward (FF) or a whole layer; its colour says how far the answer moves when it alone is off. Choose parts to switch them off together.",
+  title: "Turn off",
+  hint: "What does the model say without a part? Each cell is a head, a feed-forward (FF) or a whole layer; its colour says how far the answer moves when it alone is off. Choose parts to turn them off together.",
   applies: (model, live, source, run) => ATLAS_ASKED.includes(model.task) && (live || source.list(`run/${run?.run || "recorded"}/effects/`).length > 0),
 
   mount(root, app) {
@@ -28,7 +29,7 @@ export const ablateSection = {
     const where = el("p", { class: "soft", id: "ablate-where" });
     const problem = el("p", { role: "alert", class: "problem" });
     const answer = el("div", { id: "ablate-answer", "aria-live": "polite" });
-    const progress = jobProgress("Switching each part off by itself");
+    const progress = jobProgress("Turning each part off by itself");
     const how = el("select", { id: "ablate-how", onchange: () => app.store.set("how", how.value) });
     const howBox = el("div", {}, el("label", { for: "ablate-how" }, "Replace with"), how);
     const reset = el("button", { type: "button", id: "ablate-reset", onclick: () => app.store.set("off", "") }, "All on");
@@ -79,6 +80,17 @@ export const ablateSection = {
         paintCell(button.firstChild, kl === undefined ? null : amountColour(kl / most), cellText(kl, most));
       }
       replace(legend, effects ? scaleBar("bits (KL divergence)", 0, Number(most.toPrecision(3))) : null);
+      if (!off.size) replace(answer, largest());
+    }
+
+    /** While everything is on: the parts without which the answer moves most. */
+    function largest() {
+      if (!effects) return el("p", { class: "soft" }, "Everything is on.");
+      const [answered] = Object.entries(effects.before).sort((one, two) => two[1] - one[1])[0];
+      const most = Object.entries(effects.parts).filter(([name]) => buttons.has(name)).sort((one, two) => two[1].kl - one[1].kl).slice(0, ABLATE_FIRST);
+      const row = ([name, part]) => el("tr", {}, el("th", { scope: "row" }, part.says), el("td", { class: "number", "data-value": part.kl }, `${figure(part.kl)} bits`), el("td", { class: "number" }, percent(part.after[answered])), el("td", {}, el("button", { type: "button", "aria-label": `Turn off ${part.says}`, onclick: () => toggle(name) }, "Turn off")));
+      const head = ["without", "moves by", null].map((text) => el("th", { class: text === "without" ? null : "number" }, text || [el("span", { class: "mono", dir: "auto" }, effects.labels[answered]), " is then"]));
+      return [el("p", {}, "Everything is on: ", el("span", { class: "mono", dir: "auto" }, effects.labels[answered]), ` has ${percent(effects.before[answered])}. Turned off alone, these parts move the answer most:`), el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "The largest effects" }, el("table", { class: "candidates" }, el("thead", {}, el("tr", {}, head, el("th", {}, el("span", { class: "hidden-words" }, "what to do")))), el("tbody", {}, most.map(row))))];
     }
 
     function showHows() {
@@ -133,7 +145,7 @@ export const ablateSection = {
     const ask = () => askAnswer(async (wait) => {
       const run = app.store.get("run");
       problem.textContent = "";
-      if (!run || !off.size) return replace(answer, el("p", { class: "soft" }, "Everything is on."));
+      if (!run || !off.size) return replace(answer, largest());
       const made = await wait(switched(run, columnOf(run, app.store.get("position"))));
       const words = made.how === "second" ? `From the second text: ${made.ablated.join(", ")}` : `Off: ${made.ablated.join(", ")}`;
       return replace(

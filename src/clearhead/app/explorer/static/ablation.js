@@ -2,6 +2,7 @@
 
 import { css, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
+import { glossed } from "./glossary.js";
 import { patchImage } from "./image.js";
 import { asks, whenNear } from "./query.js";
 import { columnOf } from "./selection.js";
@@ -71,7 +72,7 @@ export const worthSection = {
 
     app.store.on("model", (model) => {
       const name = model.input === "patches" ? "Patches" : "Words";
-      if (model.input === "patches") root.parentElement.querySelector(".hint").textContent = "What the answer loses when a patch is left out, next to a first-order estimate of the same from one backward pass. Blue speaks for the answer, red against it.";
+      if (model.input === "patches") root.parentElement.querySelector(".hint").replaceChildren(...glossed("What the answer loses when a patch is left out, next to a first-order estimate of the same from one backward pass. Blue speaks for the answer, red against it."));
       document.querySelectorAll('#worth-title, nav a[data-view="worth"]').forEach((node) => { node.textContent = name; });
     });
     whenNear(root, app, load);

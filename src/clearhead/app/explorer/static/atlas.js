@@ -1,7 +1,7 @@
 // The atlas: parts of the model as one grid, layers down, heads across; and the numbers that colour it.
 
 import { css, inkOn } from "./colour.js";
-import { el, figure, percent } from "./dom.js";
+import { el, figure, percent, points } from "./dom.js";
 import { askedOf, columnOf } from "./selection.js";
 
 /** What the grid can be coloured by; numbers of both signs are `signed`. */
@@ -9,7 +9,7 @@ export const ATLAS_COLOURS = {
   pattern: { title: "attention pattern" },
   role: { title: "role" },
   direct: { title: "direct contribution", unit: "logits", signed: true },
-  off: { title: "effect of switching off", unit: "bits (KL divergence)" },
+  off: { title: "effect of turning off", unit: "bits (KL divergence)" },
   patch: { title: "patch score", unit: "share that comes back", signed: true },
   entropy: { title: "entropy", unit: "bits" },
 };
@@ -43,7 +43,8 @@ function atlasMove(event) {
  * A grid of buttons: `rows` are {title, names}, null where a row has no such part; `columns` are the headings. `make(name)` gives the
  * button's attributes and children, `first` the one that the tab key reaches. Returns {root, buttons} with the buttons by name.
  */
-export function partGrid({ rows, columns, make, first, corner = "layer" }) {
+export function partGrid({ rows: given, columns, make, first, corner = "layer" }) {
+  const rows = corner === "layer" ? [...given].reverse() : given; // layers go from bottom to top
   const buttons = new Map();
   const cell = (name) => {
     if (name === null) return el("td", {});
@@ -54,7 +55,7 @@ export function partGrid({ rows, columns, make, first, corner = "layer" }) {
   const heading = el("tr", {}, el("th", { scope: "col" }, el("span", { class: "hidden-words" }, corner)), columns.map((title) => el("th", { scope: "col" }, title)));
   const body = rows.map(({ title, names }) => el("tr", {}, el("th", { scope: "row" }, title), names.map(cell)));
   const root = el("table", { class: `heads${columns.length > 18 ? " tiny" : columns.length > 8 ? " many" : columns.length > 5 ? " crowded" : ""}`, style: { "--columns": columns.length }, onkeydown: atlasMove }, el("thead", {}, heading), el("tbody", {}, body));
-  const reached = buttons.get(first) || buttons.values().next().value;
+  const reached = buttons.get(first) || buttons.get(given.flatMap(({ names }) => names).find((name) => name !== null));
   if (reached) reached.tabIndex = 0;
   return { root, buttons };
 }
@@ -142,7 +143,7 @@ export function beforeAfter(rows, id) {
       el("th", { scope: "row", class: "mono token", dir: "auto" }, entry.label),
       el("td", { class: "number", "data-before": entry.before }, percent(entry.before)),
       el("td", { class: "number", "data-after": entry.after }, percent(entry.after)),
-      el("td", { class: `number ${change < 0 ? "less" : "more"}` }, `${change < 0 ? "−" : "+"}${(100 * Math.abs(change)).toFixed(1)} points`),
+      el("td", { class: `number ${change < 0 ? "less" : "more"}` }, points(change)),
       el("td", { class: "fill" }, bar(entry.before, "before"), bar(entry.after, "after")),
     );
   };

@@ -4,7 +4,7 @@ import { ATLAS_COLOURS, atlasName, cellText, colourPath, colourValues, jobProgre
 import { besidePanel } from "./compare.js";
 import { amountColour, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
-import { enlarged } from "./enlarged.js";
+import { dimFirst, enlarged } from "./enlarged.js";
 import { paintAt, scaleBar } from "./heatmap.js";
 import { askAhead, asks, whenNear } from "./query.js";
 import { leadingHead } from "./selection.js";
@@ -17,7 +17,7 @@ const ATTENTION_FRAME = 6; // milliseconds of one frame that painting thumbnails
 export const attentionSection = {
   id: "attention",
   title: "Heads",
-  hint: "Every head of the model: layers down, heads across, coloured by what you choose. Choose a head to enlarge it (a row looks, a column is looked at); with the shift key, a second one next to it.",
+  hint: "Every head of the model: layers from bottom to top, heads across, coloured by what you choose. Choose a head to enlarge it (a row looks, a column is looked at); with the shift key, a second one next to it.",
   applies: (model) => model.attentions.length > 0,
 
   mount(root, app) {
@@ -191,7 +191,7 @@ export const attentionSection = {
       const name = chosen;
       const bits = app.store.get("colour") === "off" ? values?.get(name) : undefined;
       const offered = run && name && colourPath(app, run, "off") !== null;
-      replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Switch head ${name} off`)] : null);
+      replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Turn head ${name} off`)] : null);
     }
 
     function paintThumbs() {
@@ -205,7 +205,8 @@ export const attentionSection = {
         const begun = performance.now();
         while (next < thumbs.length && performance.now() - begun < ATTENTION_FRAME) {
           const { left, top, matrix, height, width } = thumbs[next++];
-          paintAt(context, left, top, matrix, height, width, 0, Math.max(...matrix, 1e-6));
+          const drawn = kind === "cross" || app.store.get("run").picture ? matrix : dimFirst(matrix, height, width);
+          paintAt(context, left, top, drawn, height, width, 0, Math.max(...drawn, 1e-6));
         }
         if (next < thumbs.length) painting = requestAnimationFrame(some);
         else sheet.toBlob((blob) => showSheet(table, URL.createObjectURL(blob)));

@@ -1,17 +1,19 @@
 // The bench: two texts, or two models, side by side: tokens laid beside each other, a place on each side, and what differs.
 
 import { jobProgress } from "./atlas.js";
-import { el, figure, percent, press, replace, tokenText } from "./dom.js";
+import { el, figure, percent, points, press, replace, signed, tokenText } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { inputFile } from "./input.js";
 import { asks } from "./query.js";
 import { plainOf } from "./sampling.js";
-import { columnOf } from "./selection.js";
+import { askedOf, columnOf, leadingEdge } from "./selection.js";
 import { unpack } from "./source.js";
 
 const BENCH_PATCHES = { residual: "the stream before it", attention: "what attention adds", feedforward: "what the feed-forward adds" };
 const BENCH_AT_ONCE = 60_000; // tokens of all patched rows that are run without being asked for
 const BENCH_TITLES = { heads: "Head by head, at all tokens", "cross heads": "Heads of cross-attention", residual: "Stream before each layer", attention: "Attention, token by token", cross: "Cross-attention, token by token", feedforward: "Feed-forward, token by token" };
+const BENCH_TRIED = 12; // tokens that are tried in the place of another
+const BENCH_FIRST = 1e9; // parameters times tokens of a comparison that is made without being asked for
 const BENCH_ROWS = 8;
 const BENCH_SCORES = 4e6; // of all layers and some columns, that are asked for in one piece: they come within 100 ms
 
@@ -32,7 +34,7 @@ function benchAligned(ours, theirs) {
 
 export const compareSection = {
   id: "compare",
-  title: "A / B",
+  title: "Compare",
   hint: "A second text, or a second model (clearhead explore DIR --compare OTHER), next to the first: where do they part, and which part of A brings its answer back in B?",
   applies: (model, live, source, run) =>
     (live && model.input !== "frames") || (source.has("second") && (!run || run.run === "recorded")),
@@ -46,7 +48,7 @@ export const compareSection = {
     const shown = el("div", { id: "compare-shown" });
     const whichBox = el("div", {}, el("label", { for: "compare-model" }, "Model"), which);
     const textBox = el("div", { class: "grow" }, el("label", { for: "compare-text" }, "Second text (blank: same text)"), text);
-    const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image; none: the same"), image);
+    const imageBox = el("div", { class: "grow" }, el("label", { for: "compare-image" }, "Second image (none: same image)"), image);
     const controls = el("div", { class: "row toolbar" }, textBox, imageBox, whichBox, go);
     const part = el("select", { id: "patch-part", onchange: () => patched(patchTokens) }, Object.entries(BENCH_PATCHES).map(([value, words]) => el("option", { value }, words)));
     const patchWords = el("div", {});
@@ -56,6 +58,7 @@ export const compareSection = {
     replace(root, controls, problem, shown);
     const readThrough = new Set(); // runs of which the lens of some choice was read at every column
     let other = null; // the second run
+    let suggestion = null; // the second run, where nobody has asked for it
     let sent = null; // the text that it was made of
     let frame = null; // of both runs: their tokens, and where the rest goes
 
@@ -69,7 +72,7 @@ export const compareSection = {
 
     /** Let the model read the second text: what was asked for last counts, whatever A is by then. */
     const askSecond = asks(controls, () => [app.source], (error) => { problem.textContent = error.message; });
-    const send = () => askSecond(async (wait) => {
+    const send = (asked = true) => askSecond(async (wait) => {
       problem.textContent = "";
       const run = app.store.get("run");
       const model = app.store.get("model");
@@ -81,11 +84,42 @@ export const compareSection = {
       else if (first.text) body.text = first.text;
       else body.ids = first.ids;
       const made = await wait(app.source.post("run", body));
-      sent = body.text || null;
       app.store.values.at = null;
-      setOther(made);
-      app.store.set("second", sent);
+      suggestion = asked ? null : made;
+      if (!asked) other = made; // it is in no address and in no file
+      else {
+        sent = body.text || null;
+        setOther(made);
+        app.store.set("second", sent);
+      }
       return show();
+    });
+
+    /** A second text to begin with: the token that the answer came from is another one everywhere, which the model finds likely too, so that both have as many tokens. */
+    async function suggested(run) {
+      const [paths, next] = await Promise.all([`paths?${askedOf(app, run)}`, `next?position=${columnOf(run, app.store.get("position"))}`].map((path) => app.source.get(`run/${run.run}/${path}`).catch(() => null)));
+      const edge = paths && leadingEdge(paths.edges);
+      const read = run.source || run.tokens;
+      const place = edge && (!run.source || /^(cross|encoder)/.test(edge.part)) ? edge.source : read.labels.length - 1;
+      const same = read.ids.flatMap((id, at) => (id === read.ids[place] && read.spans[at]?.[1] > read.spans[at]?.[0] ? [at] : []));
+      for (const label of (next?.labels || []).filter((one) => one !== read.labels[place] && /^[·▁ ]\p{L}+$/u.test(one)).slice(0, BENCH_TRIED)) {
+        const letters = Array.from(read.text);
+        for (const at of [...same].reverse()) letters.splice(read.spans[at][0], read.spans[at][1] - read.spans[at][0], ...(/^\s/.test(letters[read.spans[at][0]]) ? " " : ""), ...label.slice(1));
+        const { tokens } = await app.source.post("tokens", { text: letters.join("") });
+        if (tokens.labels.length === read.labels.length) return letters.join("");
+      }
+      return read.text;
+    }
+
+    /** What is shown before anybody asks: of a small model that is live, the text beside itself with one token changed. */
+    const askFirst = asks(textBox, () => [app.store.get("run")], () => {}, false);
+    const begin = () => askFirst(async (wait) => {
+      const [run, model] = [app.store.get("run"), app.store.get("model")];
+      if (!run || other || !app.source.live || model.other || model.input !== "tokens" || !model.tokenizer || !root.offsetParent || text.value || run.source || run.task === "embed") return;
+      const found = await wait(suggested(run));
+      if (text.value || other) return; // somebody was quicker
+      text.value = found;
+      if (model.parameters * run.tokens.labels.length < BENCH_FIRST) await send(false);
     });
 
     /** The second text of the address, or of a file. */
@@ -139,12 +173,12 @@ export const compareSection = {
       const ids = [...new Set([...one.order.slice(0, BENCH_ROWS), ...two.order.slice(0, BENCH_ROWS)])];
       const divergence = one.probabilities.reduce((sum, p, i) => (p > 0 ? sum + p * Math.log2(p / Math.max(two.probabilities[i], 1e-300)) : sum), 0);
       const change = (id) => two.probabilities[id] - one.probabilities[id];
-      const row = (id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || two.names.get(id) || `id ${id}`), [one, two].map((side) => el("td", { class: "number", "data-value": side.probabilities[id] }, percent(side.probabilities[id]))), el("td", { class: `number ${change(id) < 0 ? "less" : "more"}` }, `${change(id) < 0 ? "−" : "+"}${percent(Math.abs(change(id)))}`));
+      const row = (id) => el("tr", { "data-id": id }, el("th", { scope: "row", class: "mono token", dir: "auto" }, one.names.get(id) || two.names.get(id) || `id ${id}`), [one, two].map((side) => el("td", { class: "number", "data-value": side.probabilities[id] }, percent(side.probabilities[id]))), el("td", { class: `number ${change(id) < 0 ? "less" : "more"}` }, points(change(id)).replace(" points", "")));
       return el(
         "div",
         { class: "wide", tabindex: "0", role: "group", "aria-label": "A versus B" },
         el("p", {}, `Read at “${ours.columns[placeOf(ours)]}” and “${theirs.columns[placeOf(theirs)]}”. KL divergence of B from A: `, el("strong", { id: "compare-kl", "data-value": divergence }, `${figure(divergence)} bits`)),
-        el("table", { id: "compare-table" }, el("thead", {}, el("tr", {}, ["choice", "A", "B", "B − A"].map((name, place) => el("th", { class: place ? "number" : null }, name)))), el("tbody", {}, ids.map(row))),
+        el("table", { id: "compare-table" }, el("thead", {}, el("tr", {}, ["choice", "A", "B", "B − A, points"].map((name, place) => el("th", { class: place ? "number" : null }, name)))), el("tbody", {}, ids.map(row))),
       );
     }
 
@@ -152,7 +186,7 @@ export const compareSection = {
     function signedMap({ id, title, words, values, rows, columns, unit, describe, onPin, most = values.reduce((best, value) => Math.max(best, Math.abs(value || 0)), 1e-9) }) {
       let at = [0, 0];
       const room = Math.max(180, Math.min(640, (root.clientWidth || 700) / (root.clientWidth > 780 ? 2 : 1) - 190));
-      const map = heatmap({ values, painted: values.map((value) => value || 0), rows, columns, room, low: -most, high: most, signed: true, name: `${title}. Arrow keys move from cell to cell, Enter chooses one.`, onCell: (row, column) => { if (row >= 0) at = [row, column]; }, onPin: () => onPin && onPin(...at), describe });
+      const map = heatmap({ values, painted: values.map((value) => value || 0), rows, columns, room, low: -most, high: most, signed: true, upward: true, name: `${title}. Arrow keys move from cell to cell, Enter chooses one.`, onCell: (row, column) => { if (row >= 0) at = [row, column]; }, onPin: () => onPin && onPin(...at), describe });
       map.canvas.dataset.values = JSON.stringify(Array.from(values));
       return el("figure", { id, class: "signed-map" }, el("figcaption", {}, el("h4", {}, title), words ? el("p", { class: "soft" }, words) : null), map.root, most > 1e-9 ? scaleBar(unit, Number((-most).toPrecision(3)), Number(most.toPrecision(3)), true) : el("p", { class: "soft" }, "No difference anywhere."));
     }
@@ -182,7 +216,7 @@ export const compareSection = {
       const rows = Array.from({ length: ours.shape[0] }, (_, layer) => (layer ? `block ${layer - 1}` : "embedding"));
       const values = Float32Array.from(rows.flatMap((_, layer) => columns.map(([mine, other]) => ours.values[layer * ours.shape[1] + mine] - theirs.values[layer * theirs.shape[1] + other])));
       const pin = (_, column) => { if (tokens) { app.store.values.at = columns[column][1]; app.store.set("position", columns[column][0]); app.store.set("selected", {}); show(); } };
-      return signedMap({ id: "bench-lens", title: `Lens: probability of “${label}”, A − B`, words: "What each side would say if it stopped after a layer.", values, rows, columns: names, unit: "difference", onPin: pin, describe: (row, column, value) => `${rows[row]}, ${names[column]}: ${value < 0 ? "−" : "+"}${percent(Math.abs(value))}` });
+      return signedMap({ id: "bench-lens", title: `Lens: probability of “${label}”, A − B`, words: "What each side would say if it stopped after a layer.", values, rows, columns: names, unit: "difference", onPin: pin, describe: (row, column, value) => `${rows[row]}, ${names[column]}: ${points(value)}` });
     }
 
     /** What each head adds to the logit of one answer, A less B. */
@@ -197,16 +231,17 @@ export const compareSection = {
       const at = (row, head) => `${rows[row]}.${head}`;
       const value = (name) => (ours.has(name) && theirs.has(name) ? ours.get(name).value - theirs.get(name).value : NaN);
       const values = Float32Array.from(rows.flatMap((_, row) => Array.from({ length: most }, (_, head) => value(at(row, head)))));
-      return signedMap({ id: "bench-heads", title: `Heads: direct contribution to “${label}”, A − B`, words: "Choose one to open it in the atlas.", values, rows: rows.map((row) => (/\D/.test(row) ? row.replace(".", " ") : `layer ${row}`)), columns: Array.from({ length: most }, (_, head) => String(head)), unit: "logits", onPin: (row, head) => { app.store.set("head", at(row, head)); app.open("attention"); }, describe: (row, head, value) => (Number.isNaN(value) ? "no such head" : `head ${at(row, head)}: ${value < 0 ? "" : "+"}${figure(value)} logits`) });
+      return signedMap({ id: "bench-heads", title: `Heads: direct contribution to “${label}”, A − B`, words: "Choose one to open it in the atlas.", values, rows: rows.map((row) => (/\D/.test(row) ? row.replace(".", " ") : `layer ${row}`)), columns: Array.from({ length: most }, (_, head) => String(head)), unit: "logits", onPin: (row, head) => { app.store.set("head", at(row, head)); app.open("attention"); }, describe: (row, head, value) => (Number.isNaN(value) ? "no such head" : `head ${at(row, head)}: ${signed(value)} logits`) });
     }
 
     const patchPath = (run, kind) => `patch/${other.run}/${kind}?position=${columnOf(run, app.store.get("position"))}${app.store.get("target") === null ? "" : `&token=${app.store.get("target")}`}${app.store.get("foil") === null ? "" : `&against=${app.store.get("foil")}`}`;
 
     /** Why nothing can be patched between two runs, where that is known before; null where it can. */
     function unpatched(first, second, one, two) {
-      const [ours, theirs] = [first, second].map((run) => (run.source || run.tokens).labels.length);
+      const length = (run) => (run.source ? `${run.source.labels.length} and ${run.tokens.labels.length}` : run.tokens.labels.length);
+      const [ours, theirs] = [first, second].map(length);
       if (first.model !== second.model) return "Patching takes two texts of one model.";
-      if (ours !== theirs) return `The texts have ${ours} and ${theirs} tokens: patching goes token by token, so give texts of equal length.`;
+      if (ours !== theirs) return `The texts have ${ours} and ${theirs} tokens${first.source ? ", read and written" : ""}: patching goes token by token, so give texts of equal length.`;
       return one.probabilities.every((p, id) => Math.abs(p - two.probabilities[id]) < 1e-7) ? "Both sides say the same there: patching has nothing to bring back." : null;
     }
 
@@ -237,7 +272,7 @@ export const compareSection = {
         const name = `${map.part === "cross heads" ? "cross." : map.stack === "encoder" ? "encoder." : ""}${map.rows[row]}.${map.columns[column]}`;
         if (heads) app.store.set("head", name);
         else if (map.stack !== "encoder" && column < run.tokens.labels.length) app.store.set("layer", Math.min(row, app.store.get("model").layers));
-        replace(patchSaid, said(map, row, column, map.values[row][column]), ". ", heads ? el("button", { type: "button", onclick: () => app.open("attention") }, `Open head ${name}`) : null, heads && app.source.live ? el("button", { type: "button", onclick: () => { app.store.set("off", name); app.store.set("how", "second"); app.open("ablate"); } }, "Take it from B instead") : null);
+        replace(patchSaid, said(map, row, column, map.values[row][column]), ". ", heads ? el("button", { type: "button", onclick: () => app.open("attention") }, `Show attention of head ${name}`) : null, heads && app.source.live ? el("button", { type: "button", onclick: () => { setOther(other); app.store.set("off", name); app.store.set("how", "second"); app.open("ablate"); } }, "Take it from B instead") : null);
       };
       replace(
         patchWords,
@@ -311,7 +346,11 @@ export const compareSection = {
       controls.hidden = !app.source.live;
       replace(shown);
     });
-    app.store.listen("run", () => restore());
+    app.store.listen("run", () => {
+      if (other && other === suggestion) [other, suggestion, text.value] = [null, null, ""]; // it was made of the text before
+      return restore().then(begin);
+    });
+    app.store.listen("view", begin);
     app.store.listen("second", (second) => { if (second && second !== sent) restore(); });
     for (const key of ["position", "at", "target", "foil", "view"]) app.store.listen(key, () => { if (root.offsetParent) show(); });
     app.store.on("theme", () => show());

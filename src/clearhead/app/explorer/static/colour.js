@@ -1,13 +1,5 @@
 // Colours of amounts: one scale that begins with the page's own background, so that nothing looks like nothing, in light and in dark.
-
-const STOPS = {
-  light: [[247, 248, 250], [190, 220, 238], [92, 160, 211], [33, 102, 172], [16, 44, 97]],
-  dark: [[22, 26, 34], [24, 62, 104], [28, 116, 158], [72, 187, 170], [250, 236, 130]],
-};
-const SIGNED = {
-  light: [[178, 55, 60], [240, 160, 130], [247, 248, 250], [130, 180, 220], [33, 102, 172]],
-  dark: [[240, 110, 100], [130, 50, 50], [22, 26, 34], [35, 80, 130], [100, 180, 250]],
-};
+// The palette itself is in style.css.
 
 const PREFERS_DARK = matchMedia("(prefers-color-scheme: dark)");
 
@@ -18,6 +10,22 @@ export function theme() {
   return PREFERS_DARK.matches ? "dark" : "light";
 }
 
+/** A colour of the palette by its name, "--ink", as the page is shown now. */
+export function paletteColour(name) {
+  const stated = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const [, light, dark] = stated.match(/^light-dark\((.+),\s*(.+)\)$/) || [];
+  return light === undefined ? stated : theme() === "dark" ? dark : light;
+}
+
+const RAMPS = {};
+
+/** The stops of a ramp of the palette, each [r, g, b]; read once for each theme. */
+function rampOf(name) {
+  const key = `--${name}-${theme()}`;
+  RAMPS[key] ||= paletteColour(key).split(" ").map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)));
+  return RAMPS[key];
+}
+
 function between(stops, share) {
   const place = Math.min(Math.max(share, 0), 1) * (stops.length - 1);
   const low = Math.min(Math.floor(place), stops.length - 2);
@@ -26,12 +34,12 @@ function between(stops, share) {
 
 /** [r, g, b] of an amount between 0 and 1. */
 export function amountColour(share) {
-  return between(STOPS[theme()], share);
+  return between(rampOf("amount"), share);
 }
 
 /** [r, g, b] of a number between -1 and 1. */
 export function signedColour(share) {
-  return between(SIGNED[theme()], (share + 1) / 2);
+  return between(rampOf("signed"), (share + 1) / 2);
 }
 
 const TABLES = {};

@@ -43,6 +43,27 @@ export function replace(node, ...children) {
   return node;
 }
 
+/**
+ * Make many controls one stop of the tab key: arrow keys, Home and End move among what `selector` finds in a node, and the tab key reaches
+ * the one that is chosen, else the first.
+ */
+export function roving(node, selector) {
+  const all = () => [...node.querySelectorAll(selector)].filter((one) => !one.closest("[hidden]") && !one.disabled);
+  const settle = (here) => { for (const one of node.querySelectorAll(selector)) one.tabIndex = one === here ? 0 : -1; };
+  const start = () => { const there = all(); settle(there.find((one) => one === document.activeElement) || there.find((one) => one.matches('[aria-current], [aria-pressed="true"]')) || there[0]); };
+  node.addEventListener("focusin", (event) => { if (event.target.matches(selector)) settle(event.target); });
+  node.addEventListener("keydown", (event) => {
+    const there = all();
+    const at = there.indexOf(event.target);
+    const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: there.length - 1 }[event.key];
+    if (at < 0 || to === undefined) return;
+    event.preventDefault();
+    there[Math.min(Math.max(to, 0), there.length - 1)].focus();
+  });
+  new MutationObserver(start).observe(node, { childList: true, subtree: true, attributeFilter: ["aria-current", "aria-pressed", "hidden"] });
+  start();
+}
+
 /** Show whether a button is pressed; of hundreds, those that change are touched. */
 export function press(button, pressed) {
   if (button.getAttribute("aria-pressed") !== String(pressed)) button.setAttribute("aria-pressed", String(pressed));
@@ -51,13 +72,19 @@ export function press(button, pressed) {
 /** A number as people read it: 124.4M, 0.0312, 3. */
 export function figure(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  const size = Math.abs(value);
+  if (value < 0) return `−${figure(-value, digits)}`;
+  const size = value;
   for (const [limit, unit] of [[1e15, "P"], [1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "K"]]) {
     const scale = unit === "K" ? 1e3 : limit;
     if (size >= limit) return `${rounded(value / scale, digits)}${unit}`;
   }
   if (Number.isInteger(value)) return String(value);
   return size >= 0.001 ? rounded(value, digits) : value.toExponential(digits - 1);
+}
+
+/** The same with its sign: +2.48, −0.3. */
+export function signed(value, digits = 3) {
+  return `${value < 0 ? "" : "+"}${figure(value, digits)}`;
 }
 
 /** So many digits, and never an exponent. */
@@ -77,11 +104,34 @@ export function bytes(value) {
 /** A percentage. */
 export function percent(value) {
   if (value === null || value === undefined) return "–";
-  if (value >= 0.0995) return `${(100 * value).toFixed(1)} %`;
+  if (value >= 0.00995) return `${(100 * value).toFixed(1)} %`;
   return value >= 1e-6 || value === 0 ? `${Number((100 * value).toPrecision(2))} %` : "< 0.0001 %";
+}
+
+/** A change of a probability, in percentage points. */
+export function points(change) {
+  return `${change < 0 ? "−" : "+"}${(100 * Math.abs(change)).toFixed(1)} points`;
 }
 
 /** A token as text. Only a long one is cut by the style sheet: a thousand clipped boxes would make every frame slow. */
 export function tokenText(label, more = "", most = 12) {
   return el("span", { dir: "auto", class: `${more}${label.length > most ? " long" : ""}`.trim() || null }, label);
+}
+
+const LETTERS = new WeakMap(); // of a text, by the tokens that were made of it
+
+/** The whole word that a token is a piece of, as it stands in the text; null where the token is a word, a mark or no text. */
+export function wholeWord(tokens, place) {
+  const span = tokens.spans?.[place];
+  if (!span || span[1] <= span[0] || !tokens.text) return null;
+  if (!LETTERS.has(tokens)) LETTERS.set(tokens, Array.from(tokens.text));
+  const letters = LETTERS.get(tokens);
+  const inside = (at) => at >= 0 && at < letters.length && /[\p{L}\p{N}'’]/u.test(letters[at]);
+  let [first, last] = span;
+  while (first < last && !inside(first)) first++;
+  if (first === last) return null;
+  while (inside(first - 1)) first--;
+  while (inside(last)) last++;
+  const word = letters.slice(first, last).join("");
+  return word === letters.slice(...span).join("").trim() || word.length > 24 ? null : word;
 }

@@ -10,7 +10,7 @@ import { askedOf } from "./selection.js";
 function drawer(app, root, { id, title, words, keys, load, path = `${id}?` }) {
   const body = el("div", { class: "body" });
   const problem = el("p", { role: "alert", class: "problem" });
-  const box = el("details", { id: `drawer-${id}`, class: "drawer" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
+  const box = el("details", { id: `drawer-${id}`, class: "drawer", open: id === "neurons" }, el("summary", {}, title), el("p", { class: "soft" }, words), problem, body);
   const ask = asks(body, () => ["run", ...keys].map((key) => app.store.get(key)), (error) => { replace(body); problem.textContent = error.message; });
   const look = () => {
     const run = app.store.get("run");
@@ -80,7 +80,7 @@ function steerDrawer(app) {
 
   app.store.on("model", (model) => { layer.max = Math.max(model.layers - 1, 0); layer.value = Math.floor(model.layers / 2); });
   app.store.listen("run", () => replace(out));
-  return el("details", { id: "drawer-steer", class: "drawer" }, el("summary", {}, "Steer it"), el("p", { class: "soft" }, "The stream after a layer at the end of one text, less that of another, is added at every token while the model goes on with yours."), el("div", { class: "row" }, field("steer-toward", "Toward", toward), field("steer-away", "Away from", away)), el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "steer-layer" }, "Layer"), layer), el("div", { class: "slider" }, el("label", { for: "steer-strength" }, "Strength ", shown), strength), go), problem, out);
+  return el("details", { id: "drawer-steer", class: "drawer" }, el("summary", {}, "Steer the model"), el("p", { class: "soft" }, "The stream after a layer at the end of one text, less that of another, is added at every token while the model goes on with yours."), el("div", { class: "row" }, field("steer-toward", "Toward", toward), field("steer-away", "Away from", away)), el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "steer-layer" }, "Layer"), layer), el("div", { class: "slider" }, el("label", { for: "steer-strength" }, "Strength ", shown), strength), go), problem, out);
 }
 
 export const drawersSection = {

@@ -2,6 +2,7 @@
 
 import { amountColour, css, inkOn } from "./colour.js";
 import { el, percent, replace, svg, tokenText } from "./dom.js";
+import { glossed } from "./glossary.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { patchImage, soundImage } from "./image.js";
 import { saveButtons, saveMapButtons } from "./picture.js";
@@ -12,7 +13,7 @@ const ATTENTION_CHIPS = 96; // tokens that are all shown as chips; of more, thos
 const ATTENTION_MOST = 32;
 
 /** Lines from the tokens that look, on the left, to those that are looked at: the strongest ones. Where there are many tokens and one of them is chosen, only what it looks at is drawn. */
-function attentionLines(matrix, rows, columns, chosen, room) {
+function attentionLines(matrix, rows, columns, chosen, room, drawnAs = matrix) {
   const step = 22;
   const width = Math.max(240, Math.min(460, room || 460));
   const links = [];
@@ -20,7 +21,7 @@ function attentionLines(matrix, rows, columns, chosen, room) {
     if (chosen >= 0 && row !== chosen) continue;
     for (let column = 0; column < columns.length; column++) {
       const weight = matrix[row * columns.length + column];
-      if (weight > 0.02) links.push({ weight, row, column });
+      if (weight > 0.02) links.push({ weight, drawn: drawnAs[row * columns.length + column], row, column });
     }
   }
   links.sort((a, b) => b.weight - a.weight);
@@ -37,10 +38,20 @@ function attentionLines(matrix, rows, columns, chosen, room) {
   return svg(
     "svg",
     { viewBox: `0 0 ${width} ${most * step + 8}`, width, height: most * step + 8, class: "chart lines", role: "img", "aria-label": "Lines from each token to those that it looks at; thicker is more" },
-    links.slice(0, ATTENTION_LINES).map(({ weight, row, column }) => svg("line", { x1: near + 6, y1: y(left, row) - 4, x2: far - 6, y2: y(right, column) - 4, class: "link", "stroke-linecap": "round", "stroke-opacity": chosen >= 0 ? Math.min(1, 0.45 + weight) : Math.min(1, 0.12 + weight), "stroke-width": 1 + 6 * weight })),
+    links.slice(0, ATTENTION_LINES).map(({ drawn: weight, row, column }) => svg("line", { x1: near + 6, y1: y(left, row) - 4, x2: far - 6, y2: y(right, column) - 4, class: "link", "stroke-linecap": "round", "stroke-opacity": chosen >= 0 ? Math.min(1, 0.45 + weight) : Math.min(1, 0.12 + weight), "stroke-width": 1 + 6 * weight })),
     words(rows, left, near, "end"),
     words(columns, right, far, "start", share),
   );
+}
+
+const SINK_SHARE = 0.4; // of all attention, on the first token, from which it is a sink
+const SINK_DIMMED = 0.25; // of its colour, that stays
+
+/** Attention with the first column drawn faint where much of it rests there; the same matrix where that is not so. */
+export function dimFirst(matrix, rows, columns) {
+  let sink = 0;
+  for (let row = 1; row < rows; row++) sink += matrix[row * columns] / Math.max(rows - 1, 1);
+  return columns < 3 || sink < SINK_SHARE ? matrix : matrix.map((weight, place) => (place % columns || place === 0 ? weight : SINK_DIMMED * weight));
 }
 
 const ENLARGED_SCALES = { one: "0 to 1", most: "0 to the largest", log: "0.0001 to 1, logarithmic" };
@@ -56,7 +67,9 @@ function onScale(matrix, scale) {
  * Put one matrix into a node, large: a heat map, where the chosen row looks, lines from token to token. Pointing previews a row, choosing
  * one calls `onPin(row)`. Returns {redraw, choose(row)}.
  */
-export function enlarged(node, { name, title, words, matrix, rows, columns, scale }, run, from, onPin, looks = { scale: "one", zoom: 1 }) {
+export function enlarged(node, { name, title, words, matrix, rows, columns, scale }, run, from, onPin, looks = { scale: "one", zoom: 1, whole: false }) {
+  const faint = run.picture || run.sound || name.startsWith("cross") ? matrix : dimFirst(matrix, rows.length, columns.length);
+  const drawnAs = looks.whole ? matrix : faint;
   const chips = el("ul", { class: "chips looks", "aria-label": "Tokens; darker ones are looked at more" });
   const lines = el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Lines from token to token" });
   const hears = run.sound && columns[0].startsWith(run.source.labels[0]); // the keys are moments of a sound
@@ -79,11 +92,12 @@ export function enlarged(node, { name, title, words, matrix, rows, columns, scal
   function look(place) {
     row = place;
     const weights = place >= 0 ? matrix.subarray(place * columns.length, (place + 1) * columns.length) : null;
-    const most = weights ? Math.max(...weights, 1e-9) : 1;
+    const tints = weights && drawnAs.subarray(place * columns.length, (place + 1) * columns.length);
+    const most = weights ? Math.max(...tints, 1e-9) : 1;
     const columnsShown = some && weights ? strongest(weights) : null;
     chips.childNodes.forEach((chip, place) => {
       const column = columnsShown ? columnsShown[place] : place;
-      const colour = weights ? amountColour(weights[column] / most) : null;
+      const colour = weights ? amountColour(tints[column] / most) : null;
       if (columnsShown) chip.replaceChild(tokenText(columns[column]), chip.firstChild);
       chip.style.background = colour ? css(colour) : "";
       chip.style.color = colour ? inkOn(colour) : "";
@@ -91,7 +105,7 @@ export function enlarged(node, { name, title, words, matrix, rows, columns, scal
     });
     if (image) image.draw(weights, place);
     heading.textContent = place >= 0 ? rows[place] : "all tokens";
-    if (few) replace(lines, (picture = attentionLines(matrix, rows, columns, place, lines.clientWidth)));
+    if (few) replace(lines, (picture = attentionLines(matrix, rows, columns, place, lines.clientWidth, drawnAs)));
   }
 
   /** Keep a row: the chips, the lines, the heading and the list all speak of it. */
@@ -114,7 +128,7 @@ export function enlarged(node, { name, title, words, matrix, rows, columns, scal
   const room = looks.zoom * Math.max(220, Math.min(760, (node.clientWidth || 760) * (node.clientWidth > 700 ? 0.55 : 1) - 110));
   const map = heatmap({
     values: matrix,
-    painted: onScale(matrix, looks.scale),
+    painted: onScale(drawnAs, looks.scale),
     rows,
     columns,
     room,
@@ -130,17 +144,18 @@ export function enlarged(node, { name, title, words, matrix, rows, columns, scal
   const redraw = (change) => Object.assign(handle, again(change));
   const scales = el("select", { id: "attention-scale", onchange: () => redraw({ scale: scales.value }) }, Object.entries(ENLARGED_SCALES).map(([value, text]) => el("option", { value, selected: value === looks.scale }, text)));
   const zoom = el("select", { id: "attention-zoom", onchange: () => redraw({ zoom: Number(zoom.value) }) }, [1, 2, 4].map((value) => el("option", { value, selected: value === looks.zoom }, `× ${value}`)));
-  const highest = looks.scale === "most" ? Number(matrix.reduce((best, weight) => Math.max(best, weight), 0).toPrecision(3)) : 1;
+  const highest = looks.scale === "most" ? Number(drawnAs.reduce((best, weight) => Math.max(best, weight), 0).toPrecision(3)) : 1;
   const handle = { redraw: () => redraw({}), choose };
   const file = name === "rollout" ? "rollout" : `head-${name}`;
   replace(
     node,
     el("h3", { id: "attention-head", "data-head": name }, title),
-    el("p", { class: "soft" }, words),
+    el("p", { class: "soft" }, glossed(words)),
+    faint === matrix ? null : el("p", { class: "soft", id: "attention-sink" }, "Attention to the first token is drawn faint: it is where heads rest that have nothing to look for. ", el("button", { type: "button", class: "in-words", "aria-pressed": String(looks.whole), onclick: () => redraw({ whole: !looks.whole }) }, looks.whole ? "Draw it faint" : "Draw it in full")),
     el("div", { class: "row toolbar" }, el("div", {}, el("label", { for: "attention-query" }, "Where does this token look?"), query), el("div", {}, el("label", { for: "attention-scale" }, "Scale"), scales), el("div", {}, el("label", { for: "attention-zoom" }, "Zoom"), zoom)),
     el(
       "div",
-      { class: "row" },
+      { class: "large-panes" },
       el("div", { class: "map-pane" }, map.root, scaleBar(looks.scale === "log" ? `${scale}, logarithmic` : scale, looks.scale === "log" ? 1e-4 : 0, highest), saveMapButtons(() => ({ canvas: map.canvas, rows, columns, title, scale }), file)),
       el("div", { class: "grow" }, el("h4", {}, "Where ", heading, " looks"), image ? el("div", {}, image.canvas, el("p", { class: "soft" }, hears ? "The spectrogram: time goes right, pitch goes up. Warmer moments are looked at more." : "Warmer patches are looked at more; choose a patch to see where it looks.")) : null, some ? el("p", { class: "soft" }, `The ${ATTENTION_MOST} tokens that it looks at most, in the order of the text:`) : null, chips, few ? el("details", { open: true }, el("summary", {}, "From token to token"), lines, saveButtons(() => picture, `${file}-lines`)) : null),
     ),

@@ -1,4 +1,4 @@
-// The flow: the forward pass from top to bottom, stack by stack, block by block, down to single steps and their numbers.
+// The flow: the forward pass from bottom to top, stack by stack, block by block, down to single steps and their numbers.
 
 import { bytes, el, figure, replace } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
@@ -60,14 +60,14 @@ function flowShape(step) {
 export const flowSection = {
   id: "flow",
   title: "Flow",
-  hint: "The whole forward pass, from top to bottom. The thick line is the residual stream: each sublayer reads it and adds to it. Open a box to see its steps, and a step to see its numbers.",
+  hint: "The whole forward pass, from bottom to top. The thick line is the residual stream: each sublayer reads it and adds to it. Open a box to see its steps, and a step to see its numbers.",
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
     const totals = el("p", { class: "soft", id: "flow-totals" });
-    const lane = el("div", { class: "wide flow", id: "flow-lane", tabindex: "0", role: "group", "aria-label": "The forward pass, from top to bottom" });
+    const lane = el("div", { class: "wide flow", id: "flow-lane", tabindex: "0", role: "group", "aria-label": "The forward pass, from bottom to top" });
     const panel = el("div", { id: "flow-step", "aria-live": "polite" });
-    replace(root, problem, totals, lane, panel);
+    replace(root, problem, totals, el("div", { class: "flow-panes" }, lane, panel));
     const open = new Set();
     let view = null;
     let chosen = null;
@@ -135,7 +135,7 @@ export const flowSection = {
     function rowBox(children, place, rows) {
       const wide = open.has(children[0].name) && flowKind(children[0].name || "") === "stack";
       const feeds = rows.length > 1 && place < rows.length - 1 ? el("span", { class: "feeds" }, "→ read by every cross-attention") : null;
-      return el("div", { class: `flow-row${wide ? " wide-open" : ""}` }, boxes(children, "↓"), feeds);
+      return el("div", { class: `flow-row${wide ? " wide-open" : ""}` }, boxes(children, "↑"), feeds);
     }
 
     function draw(focus) {
@@ -246,7 +246,7 @@ export const flowSection = {
       const same = view.steps.find((step) => step.name === chosen);
       if (app.store.get("step")) showStep(app.store.get("step"));
       else if (same) openStep(same);
-      else replace(panel, el("p", { class: "soft" }, "Open a box, and choose a step in it: its formula and its numbers appear here. A plus is where a sublayer adds to the stream."));
+      else openStep(view.steps.find((step) => step.name.endsWith("attention_residual.add")) || view.steps[0]); // the first plus on the stream
     }));
     askAhead(app, (run) => app.source.get(`run/${run.run}/trace`)); // a pass of its own
     app.store.on("model", () => {

@@ -1,6 +1,6 @@
 // Heat maps: pixels on a canvas, labels as text, one cell chosen by mouse, touch or arrow keys.
 
-import { amountTable, signedTable } from "./colour.js";
+import { amountTable, paletteColour, signedTable } from "./colour.js";
 import { el } from "./dom.js";
 
 const HEAT_LABELS = 64; // labels of an axis that are elements
@@ -41,11 +41,10 @@ function paintLabels(canvas, labels, side, every, across) {
   const [width, height] = across ? [long, deep] : [deep, long];
   Object.assign(canvas, { width: scale * width, height: scale * height });
   Object.assign(canvas.style, { width: `${width}px`, height: `${height}px` });
-  const looks = getComputedStyle(document.documentElement);
   const context = canvas.getContext("2d");
   context.scale(scale, scale);
-  context.font = `11px ${looks.getPropertyValue("--mono")}`;
-  context.fillStyle = looks.getPropertyValue("--ink");
+  context.font = `11px ${paletteColour("--mono")}`;
+  context.fillStyle = paletteColour("--ink");
   context.textBaseline = "middle";
   context.textAlign = across ? "left" : "right";
   labels.forEach((label, i) => {
@@ -62,11 +61,12 @@ function paintLabels(canvas, labels, side, every, across) {
 /**
  * A heat map with labels on both sides. `onCell(row, column)` hears of the cell under the pointer or chosen by arrow keys, (-1, -1) when none is, `onPin(row)` of a click and Enter;
  * `painted` are the values that give the colours, where they differ;
- * `describe(row, column)` is what a reader without sight hears; `room` is how many pixels wide the cells may be. Returns {root, repaint, choose, canvas}.
+ * `upward` puts the first row at the bottom, as layers stand everywhere; `describe(row, column)` is what a reader without sight hears; `room` is how many pixels wide the cells may be. Returns {root, repaint, choose, canvas}.
  */
-export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell = () => {}, describe, cell, room = 760, painted = values, onPin = () => {}, signed = false }) {
+export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell = () => {}, describe, cell, room = 760, painted = values, onPin = () => {}, signed = false, upward = false }) {
   const height = rows.length;
   const width = columns.length;
+  const flip = (row) => (upward ? height - 1 - row : row); // between the number of a row and its place from the top
   const least = width > 256 ? 3 : width > 128 ? 4 : 6;
   const side = cell || Math.max(least, Math.min(28, Math.floor(room / Math.max(width, 1))));
   const canvas = el("canvas", { class: "heat", tabindex: "0", role: "img", "aria-label": name });
@@ -78,7 +78,7 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
   const every = side >= 12 ? 1 : Math.ceil(12 / side);
   const long = (label, most) => (label.length > most ? "long" : null);
   const drawn = [rows, columns].map((labels) => (labels.length > HEAT_LABELS ? el("canvas", { class: "labels-drawn", "aria-hidden": "true" }) : null));
-  const down = drawn[0] || el("div", { class: "labels-down", "aria-hidden": "true" }, rows.map((label, i) => (i % every ? null : el("span", { class: long(label, 16), style: { top: `${i * side}px`, height: `${side * every}px` } }, label))));
+  const down = drawn[0] || el("div", { class: "labels-down", "aria-hidden": "true" }, rows.map((label, i) => (i % every ? null : el("span", { class: long(label, 16), style: { top: `${flip(i) * side}px`, height: `${side * every}px` } }, label))));
   const across = drawn[1] || el("div", { class: "labels-across", "aria-hidden": "true" }, columns.map((label, i) => (i % every ? null : el("span", { class: long(label, 12), style: { left: `${i * side + side / 2}px` } }, label))));
   if (!drawn[0]) down.style.height = `${side * height}px`;
   if (!drawn[1]) across.style.width = `${side * width}px`;
@@ -90,7 +90,7 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
     at = [row, column];
     marker.hidden = row < 0;
     if (row >= 0) {
-      marker.style.transform = `translate(${column * side}px, ${row * side}px)`;
+      marker.style.transform = `translate(${column * side}px, ${flip(row) * side}px)`;
       marker.style.width = marker.style.height = `${side}px`;
       const value = values[row * width + column];
       heard.textContent = describe ? describe(row, column, value) : `${rows[row]} → ${columns[column]}: ${value.toFixed(3)}`;
@@ -101,7 +101,7 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
   canvas.addEventListener("pointermove", (event) => {
     const box = canvas.getBoundingClientRect();
     const column = Math.floor((event.clientX - box.left) / side);
-    const row = Math.floor((event.clientY - box.top) / side);
+    const row = flip(Math.floor((event.clientY - box.top) / side));
     if (row >= 0 && row < height && column >= 0 && column < width && (row !== at[0] || column !== at[1])) choose(row, column);
   });
   canvas.addEventListener("pointerleave", () => onCell(-1, -1));
@@ -111,11 +111,11 @@ export function heatmap({ values, rows, columns, low = 0, high = 1, name, onCell
     const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
     if (!step) return;
     event.preventDefault();
-    choose(Math.min(Math.max(at[0] + step[0], 0), height - 1), Math.min(Math.max(at[1] + step[1], 0), width - 1));
+    choose(Math.min(Math.max(at[0] + (upward ? -step[0] : step[0]), 0), height - 1), Math.min(Math.max(at[1] + step[1], 0), width - 1));
   });
   const repaint = () => {
-    paint(canvas, painted, height, width, low, high, signed);
-    drawn.forEach((labels, axis) => labels && paintLabels(labels, axis ? columns : rows, side, every, Boolean(axis)));
+    paint(canvas, upward ? Float32Array.from({ length: height * width }, (_, i) => painted[flip(Math.floor(i / width)) * width + (i % width)]) : painted, height, width, low, high, signed);
+    drawn.forEach((labels, axis) => labels && paintLabels(labels, axis ? columns : upward ? [...rows].reverse() : rows, side, every, Boolean(axis)));
   };
   repaint();
   return { root, repaint, choose, canvas };

@@ -1,7 +1,8 @@
 // Input: what somebody types, as the tokens that the model reads, and how they were made.
 
 import { css, inkOn, signedColour } from "./colour.js";
-import { el, figure, press, replace, tokenText } from "./dom.js";
+import { el, figure, press, replace, roving, tokenText, wholeWord } from "./dom.js";
+import { glossed } from "./glossary.js";
 import { patchImage, soundImage } from "./image.js";
 import { asks } from "./query.js";
 import { drawingPad } from "./pad.js";
@@ -26,22 +27,10 @@ function inputChips(tokens, chosen, onChoose, all, showAll) {
   const chips = some.map((label, place) => {
     const span = tokens.spans[place];
     const small = [tokens.ids.length ? tokens.ids[place] : null, span && span[1] > span[0] ? `${span[0]}–${span[1]}` : null].filter((part) => part !== null).join(" · ");
-    return el("li", {}, el("button", { type: "button", class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), tabindex: place === Math.max(chosen, 0) ? "0" : "-1", onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, tokenText(label), el("small", {}, small)));
+    return el("li", {}, el("button", { type: "button", title: wholeWord(tokens, place) ? `a piece of “${wholeWord(tokens, place)}”` : null, class: `chip${tokens.special[place] ? " special" : ""}`, "data-token": place, "data-id": tokens.ids[place], "aria-pressed": String(place === chosen), onclick: () => onChoose(place), onfocus: () => onChoose(place, true), onpointerenter: () => onChoose(place, true) }, tokenText(label), el("small", {}, small)));
   });
   const more = tokens.labels.length > some.length ? el("li", {}, el("button", { type: "button", onclick: showAll }, `show all ${tokens.labels.length}`)) : null;
   return [...chips, more].filter(Boolean);
-}
-
-/** Arrow keys go from chip to chip; the tab key goes past the others. */
-function moveChip(event, list) {
-  const chips = [...list.querySelectorAll("button.chip")];
-  const here = chips.indexOf(event.target);
-  const to = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: chips.length - 1 }[event.key];
-  if (here < 0 || to === undefined || !chips[to]) return;
-  event.preventDefault();
-  chips[here].tabIndex = -1;
-  chips[to].tabIndex = 0;
-  chips[to].focus();
 }
 
 /** The text with the characters behind one token marked. */
@@ -102,12 +91,13 @@ export const inputSection = {
     boxes.sound = el("div", { class: "grow drop" }, el("label", { for: "input-sound" }, "A sound: choose a file, or drop it here"), sound);
     const pad = el("details", { class: "grow", hidden: true }, el("summary", {}, "Draw one"), drawingPad((address) => { picture = address; app.store.set("picture", picture); preview.src = picture; preview.hidden = false; send(); }));
     boxes.image.append(pad);
-    const examples = el("details", { id: "input-examples", hidden: true }, el("summary", {}, "Examples, and what was found in them"), el("ul", { class: "plain" }));
+    const examples = el("details", { id: "input-examples", hidden: true }, el("summary", {}, "Examples"), el("ul", { class: "plain" }));
     const sourceBox = el("div", { hidden: true }, el("h3", { class: "small" }, "The encoder reads"), source);
     const tokensTitle = el("h3", { class: "small" }, "Tokens");
-    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How the text was split"), marked, made));
+    replace(root, el("div", { class: "row" }, Object.values(boxes)), el("div", { class: "row toolbar run-row" }, go, keys, mask, maskWords), problem, examples, sourceBox, el("div", { class: "row tokens-head" }, tokensTitle, about), seen, tokens, tinted, el("details", { id: "input-how" }, el("summary", {}, "How it was split"), marked, made));
     for (const key of ["run", "position", "target", "foil", "theme"]) app.store.listen(key, () => tint());
     app.store.listen("position", markChosen);
+    for (const list of [tokens, source]) roving(list, "button");
     let typing = 0;
     let picture = null;
     let recording = null; // a sound file, as the page sends it
@@ -118,7 +108,6 @@ export const inputSection = {
     /** Whether what stands in the boxes is what the model has read. */
     const unread = () => { const run = app.store.get("run"); const first = run?.source || run?.tokens; return Boolean(run) && (text.value !== (first.text || first.ids.join(" ")) || (pair.value || "") !== (run.pair || "")); };
     for (const box of [text, pair]) box.addEventListener("input", () => { app.store.set("typed", unread()); });
-    for (const list of [tokens, source]) list.addEventListener("keydown", (event) => moveChip(event, list));
     for (const box of [text, pair]) box.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(previewTokens, INPUT_PAUSE); });
     for (const box of [text, target, pair]) {
       box.addEventListener("keydown", (event) => {
@@ -302,13 +291,13 @@ export const inputSection = {
           const colour = value === null ? null : signedColour((0.85 * value) / most);
           chip.style.background = colour ? css(colour) : "";
           chip.style.color = colour ? inkOn(colour) : "";
-          if (value !== null) { chip.dataset.gave = String(value); chip.title = `gave ${figure(value)} logits to ${found.choice}`; }
+          if (value !== null) { chip.dataset.gave = String(value); chip.title = `contributed ${figure(value)} logits to ${found.choice}`; }
         }
       }
       tinted.hidden = !found;
       if (!found) return;
       const word = (text) => el("span", { class: "mono", dir: "auto" }, text);
-      replace(tinted, "Tinted: what heads moved from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
+      replace(tinted, "Tinted: what heads carried from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
     }
 
     function markChosen() {
@@ -341,7 +330,7 @@ export const inputSection = {
       maskWords.textContent = `where the model is to fill something in`;
       keys.hidden = ["patches", "frames"].includes(model.input);
       go.textContent = { patches: "Look", frames: "Listen" }[model.input] || "Run";
-      root.parentElement.querySelector(".hint").textContent = { patches: "Choose an image. The model reads it in patches, row by row.", frames: "Choose a sound. The encoder reads its spectrogram, moment by moment; the decoder writes what is said, token by token." }[model.input] || "Type something. The model reads tokens, each a number.";
+      root.parentElement.querySelector(".hint").replaceChildren(...glossed({ patches: "Choose an image. The model reads it in patches, row by row.", frames: "Choose a sound. The encoder reads its spectrogram, moment by moment; the decoder writes what is said, token by token." }[model.input] || "Type something. The model reads tokens, each a number."));
       go.disabled = !app.source.live;
       for (const box of [text, target, pair, image, sound]) box.disabled = !app.source.live;
       go.hidden = !app.source.live;

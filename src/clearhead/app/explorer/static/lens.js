@@ -35,7 +35,7 @@ export const lensSection = {
   id: "lens",
   title: "Lens",
   applies: (model) => model.task !== "embed",
-  hint: "What the model would say if it stopped after each layer, at each position: the last norm and the output layer on every layer's state. The last layer, at the bottom, is what it says.",
+  hint: "What the model would say if it stopped after each layer, at each position: the last norm and the output layer on every layer's state. The last layer, at the top, is what it says.",
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
@@ -96,7 +96,7 @@ export const lensSection = {
     }
 
     function keys(event) {
-      const step = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
+      const step = { ArrowUp: [1, 0], ArrowDown: [-1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] }[event.key];
       if (!step) return;
       event.preventDefault();
       const layer = Math.min(Math.max(chosen[0] + step[0], 0), view.layers.length - 1);
@@ -144,7 +144,7 @@ export const lensSection = {
       const rows = [...grid.querySelectorAll("tbody tr")];
       if (drawnAs !== `${first} ${shows.value} ${mostShown()}` || rows.length !== view.layers.length) return draw();
       const focused = grid.contains(document.activeElement);
-      rows.forEach((row, layer) => { for (const column of columns) row.children[column - first + 1].replaceWith(cell(layer, column, mostShown())); });
+      rows.reverse().forEach((row, layer) => { for (const column of columns) row.children[column - first + 1].replaceWith(cell(layer, column, mostShown())); });
       return columns.includes(chosen[1]) ? choose(chosen[0], chosen[1], focused) : null;
     }
 
@@ -156,8 +156,8 @@ export const lensSection = {
       const focused = grid.contains(document.activeElement);
       drawnAs = `${first} ${shows.value} ${most}`;
       const head = el("tr", { role: "row" }, el("th", { role: "columnheader", class: "corner" }, "layer"), columns.map((column) => el("th", { role: "columnheader", title: view.columns[column] }, tokenText(view.columns[column], "mono token", 9))));
-      const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most))));
-      replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys, onpointerover: entitle, onclick: (event) => { const at = cellOf(event); if (at) pinCell(...at, false); } }, el("thead", { role: "rowgroup" }, head), el("tbody", { role: "rowgroup" }, rows)));
+      const rows = view.layers.map((name, layer) => el("tr", { role: "row" }, el("th", { role: "rowheader", class: "corner" }, name), columns.map((column) => cell(layer, column, most)))).reverse(); // as everywhere, the first layer is at the bottom
+      replace(grid, el("table", { class: "lens", role: "grid", "aria-label": `What the model would say, by layer and position; colour: ${LENS_SHOWS[shows.value]}`, onkeydown: keys, onpointerover: entitle, onclick: (event) => { const at = cellOf(event); if (at) pinCell(...at, false); } }, el("tbody", { role: "rowgroup" }, rows), el("tfoot", { role: "rowgroup" }, head)));
       replace(scale, scaleBar(shows.value === "entropy" ? "bits" : "probability", 0, shows.value === "entropy" ? Number(most.toFixed(1)) : 1));
       const step = (by) => () => { first = Math.min(Math.max(first + by, 0), Math.max(view.columns.length - LENS_WIDE, 0)); showWindow(); };
       replace(window, view.columns.length > LENS_WIDE ? [el("button", { type: "button", onclick: step(-LENS_WIDE) }, "Earlier tokens"), el("span", { class: "soft" }, `${first} to ${last - 1} of ${view.columns.length}`), el("button", { type: "button", onclick: step(LENS_WIDE) }, "Later tokens")] : null);

