@@ -255,7 +255,10 @@ export const attentionSection = {
 
     function mark(name) {
       chosen = name;
-      for (const { name: each, button } of thumbs) button.setAttribute("aria-pressed", String(each === chosen));
+      for (const { name: each, button } of thumbs) {
+        button.setAttribute("aria-pressed", String(each === chosen));
+        if (name !== "rollout") button.tabIndex = each === chosen ? 0 : -1;
+      }
       rollout.setAttribute("aria-pressed", String(chosen === "rollout"));
       problem.textContent = "";
       showWithout();

@@ -52,7 +52,7 @@ export function mountNotes(app, before) {
     document.body.classList.toggle("stale", Boolean(typed));
     replace(
       notes,
-      names.length ? el("p", { class: "banner", id: "off-note" }, names.map((name) => el("button", { type: "button", "data-off": name, "aria-label": `Turn ${noteName(name).toLowerCase()} on again`, onclick: () => on(name) }, `${noteName(name)} is off ×`)), " “Switch off” shows the answer without it; the other views show the whole model.") : null,
+      names.length ? el("p", { class: "banner", id: "off-note" }, names.map((name) => el("button", { type: "button", "data-off": name, "aria-label": `Turn ${noteName(name).toLowerCase()} on again`, onclick: () => on(name) }, `${noteName(name)} is off ×`)), " “Turn off” shows the answer without it; the other views show the whole model.") : null,
       dropped ? el("p", { class: "banner", id: "dropped-note" }, `Left out of the address, since this page does not have it: ${dropped}. `, el("button", { type: "button", onclick: () => app.store.set("dropped", "") }, "Close")) : null,
       typed ? el("p", { class: "banner", id: "typed-note" }, "What you see is of the text that was read before: press Run to read this one.") : null,
     );
