@@ -13,10 +13,10 @@ from clearhead.app.explorer.record import export, record
 from clearhead.app.explorer.session import Opened
 from clearhead.inside.ablation import effect
 from clearhead.inside.attribution import occlusion, paths
-from clearhead.inside.story import explain
 from clearhead.inside.geometry import similarity
 from clearhead.inside.inputs import prepare
 from clearhead.inside.patch import patch
+from clearhead.inside.story import explain
 from tests.browser.test_export import walk
 from tests.browser.test_numbers import FAMILIES, INPUTS, column_of
 from tests.explorer.toys import picture, serving, toy
