@@ -26,7 +26,6 @@ from clearhead.labs.lab.experiment import Conditions
 from clearhead.labs.lab.learning import small_model, train
 from clearhead.labs.lab.tasks import FAMILIES_PLAN, WANTED, answers, draw_rows, model_of
 
-FILE = "circuits"
 SHOWN = 12  # edges of a record
 
 
@@ -269,7 +268,7 @@ def run_circuits() -> None:
         jobs["atom mapping"] = chemistry
     for title, part in jobs.items():
         if title.startswith(options.only or ""):
-            keep(FILE, {"title": title, **part(options)}, device=device_name())
+            keep("circuits", {"title": title, **part(options)}, device=device_name())
 
 
 # Estimates and exact edge patching ------------------------------------------------------------------------
@@ -338,19 +337,19 @@ def run_methods() -> None:
     keep = KeptParts(options.save)
     stories = texts(
         ("Tom was happy. He went to the park with his", "Tom was happy. He went to the pool with his"),
-        ("Lily had a red ball. She liked her", "Lily had a big ball. She liked her"),
+        ("Ben and Mia saw a dog. The", "Ben and Mia saw a cat. The"),
     )
     facts = texts(("The capital of France is the city of", "The capital of Italy is the city of"))
     jobs = {
-        "edges: lab induction": lambda: compare(induction_model(), induction_prompts(6)),
-        "edges: lab encoder": lambda: compare(task_model("encoder", "reverse"), reversal("encoder")),
-        "edges: lab encoder-decoder": lambda: compare(
+        "lab induction": lambda: compare(induction_model(), induction_prompts(6)),
+        "lab encoder": lambda: compare(task_model("encoder", "reverse"), reversal("encoder")),
+        "lab encoder-decoder": lambda: compare(
             task_model("encoder-decoder", "reverse"), reversal("encoder-decoder")
         ),
-        "edges: stories260K": lambda: compare(ch.load(options.stories), stories),
-        "edges: SmolLM2-135M": lambda: compare(ch.load(options.smollm2), facts, sample=200),
+        "stories260K": lambda: compare(ch.load(options.stories), stories),
+        "SmolLM2-135M": lambda: compare(ch.load(options.smollm2), facts, sample=100),
     }
-    missing = {"edges: stories260K": options.stories is None, "edges: SmolLM2-135M": options.smollm2 is None}
+    missing = {"stories260K": options.stories is None, "SmolLM2-135M": options.smollm2 is None}
     for title, job in jobs.items():
         if not missing.get(title) and title.startswith(options.only or ""):
-            keep(FILE, {"title": title, **job()}, device=device_name())
+            keep("edges", {"title": title, **job()}, device=device_name())

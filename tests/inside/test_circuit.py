@@ -183,6 +183,7 @@ def test_a_path_is_patched_hop_by_hop(path):
         first = stop.removesuffix(".q")
         values = given
     found = path_patch(model, CLEAN, CORRUPT, path, 3, 5)
+    logits = logits.detach()
     assert found.patched == pytest.approx(float(logits[-1, 3] - logits[-1, 5]), abs=1e-9)
     assert found.patched != pytest.approx(found.clean, abs=1e-6)
 

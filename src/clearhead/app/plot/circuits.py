@@ -27,6 +27,8 @@ def draw_circuit(found: Circuit) -> Figure:
         axes.plot(sizes, [getattr(point, name) for point in points], style, color=colour, label=label)
     axes.axvline(max(len(found.edges), 1), color="black", linewidth=0.7, linestyle=":")
     axes.set_xscale("log")
+    axes.set_xticks(sizes, list(map(str, sizes)), fontsize=8)
+    axes.minorticks_off()
     axes.set_ylim(-0.3, 1.5)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
@@ -65,7 +67,9 @@ def _draw_edges(axes: Axes, found: Circuit) -> None:
             role = ROLES.get(edge.reader.rpartition(".")[2])
             if role and strength > 0.1:
                 (x, y), (a, b) = place[part], place[edge.writer]
-                axes.text(x + 0.25 * (a - x), y + 0.25 * (b - y), role, fontsize=6, color="#444444")
+                at = x + 0.3 * (a - x), y + 0.3 * (b - y)
+                box = {"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.8}
+                axes.text(*at, role, fontsize=7, color="#444444", ha="center", va="center", bbox=box)
     for part, (x, y) in place.items():
         axes.text(x, y, part, ha="center", va="center", fontsize=8, bbox={"boxstyle": "round", "fc": "white"})
     width = max((abs(x) for x, _ in place.values()), default=0) + 1
