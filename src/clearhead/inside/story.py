@@ -25,7 +25,7 @@ from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, choices_o
 from clearhead.inside.interventions import OnRows, find_parts, patched_scores, single_parts
 from clearhead.inside.logit_attribution import LogitQuery
 from clearhead.inside.results import Result
-from clearhead.variants.contexts import evaluating, record
+from clearhead.variants.contexts import evaluating, record, tap_names
 
 BY_GRADIENT = 24  # candidates among heads, by gradient × activation
 BY_PATH = 8  # and by the strongest paths
@@ -217,6 +217,8 @@ def estimated_effects(prepared: Prepared, column: int, choice: int) -> dict[str,
     config, choices = prepared.m.config, choices_of(prepared)
     taps = {f"{attention.part}.z": str(attention) for attention in names.attentions(config)}
     taps |= {f"{block}.feedforward.out": layer for layer, block in names.layer_names(config).items()}
+    known = set(tap_names(config))
+    taps = {tap: part for tap, part in taps.items() if tap in known}
     with torch.enable_grad(), evaluating(prepared.model):
         with record(prepared.model, *taps, detach=False) as seen:
             hidden = prepared.run(logits="none").hidden
