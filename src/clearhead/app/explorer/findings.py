@@ -2,8 +2,10 @@
 
 import base64
 import io
+from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from itertools import islice
+from typing import Any, cast
 
 import numpy as np
 
@@ -92,7 +94,7 @@ def _own_texts(m: Model) -> list[str]:
         return []
     with suppress(Exception):  # the data may have gone, or be of pictures
         corpus, _ = open_examples(read_recipe(recipe).data)
-        rows = [row for _, row in zip(range(OWN), corpus.validation)]
+        rows = islice(cast(Iterable[Any], corpus.validation), OWN)
         texts = [getattr(row, "source", None) or getattr(row, "text", None) for row in rows]
         return [str(text)[:LONGEST] for text in texts if text]
     return []
