@@ -84,6 +84,7 @@ CASES = {
     "circuits": "circuits:run_circuits",
     "edges": "circuits:run_methods",
     "explorer": "explorer:main",
+    "story": "story:main",
     # This checkout and another
     "versions": "versions:main",
 }

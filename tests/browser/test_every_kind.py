@@ -16,6 +16,7 @@ from clearhead.inside.attribution import occlusion, paths
 from clearhead.inside.geometry import similarity
 from clearhead.inside.inputs import prepare
 from clearhead.inside.patch import patch
+from clearhead.inside.story import explain
 from tests.browser.test_export import walk
 from tests.browser.test_numbers import FAMILIES, INPUTS, column_of
 from tests.explorer.toys import picture, serving, toy
@@ -230,14 +231,15 @@ def test_tokens_as_one_types_and_examples_in_a_file(watched, saved, tmp_path):
         assert (seen.wrong, file.wrong, tried) == ([], [], [])
 
 
+QUOTES = str.maketrans("", "", "“”")  # the page sets tokens apart
+
+
 def test_a_file_of_the_command_has_examples_too(offline, tmp_path):
     """The first thing that the page answers: which head moved this, and from where."""
     m = toy("decoder")
     made = record(m, "decoder", PAIR[0], examples=findings(m)[:1])
     seen, tried = offline(export(made, tmp_path / "page.html"))
-    best = paths(m, PAIR[0]).leading()
-    said = seen.page.locator(".path-said").inner_text()
-    assert said.startswith(f"Head {best.part} ") and f"(token {best.source}): the strongest link" in said
-    beside = seen.page.locator("#input-tinted").inner_text()  # and beside the text, on every view
-    assert beside.startswith(f"Head {best.part} contributed most to ") and f" ({best.source})." in beside
+    said = seen.page.locator("#story").inner_text()
+    assert "".join(said.split()) == "".join(explain(m, PAIR[0]).sentence.translate(QUOTES).split())
+    assert "contributed most" not in seen.page.locator("#input-tinted").inner_text()  # no second claim
     assert (seen.wrong, tried) == ([], [])

@@ -69,7 +69,7 @@ def test_keys_alone(watched, served):
 
     seen.look("attention", ".head")
     tab_to(seen, "it.dataset.head !== undefined")
-    assert f"Head {focused(seen, 'data-head')} " in seen.texts("#path-finding strong")[0]  # the path names it
+    assert focused(seen, "data-head") == seen.page.get_attribute("#story", "data-head")  # the story names it
     seen.page.locator('#attention-grid [data-head="0.0"]').focus()
     for move in ("Right 0.1", "Up 1.1", "Right 1.2", "Right 1.2", "Left 1.1", "Down 0.1"):
         key, name = move.split()

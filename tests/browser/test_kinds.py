@@ -18,6 +18,7 @@ from clearhead.inside.geometry import neighbours
 from clearhead.inside.inputs import prepare
 from clearhead.inside.interventions import steering, steering_vector
 from clearhead.inside.logit_attribution import firing
+from clearhead.inside.story import explain
 from clearhead.run.api import load
 from tests.explorer.toys import serving, toy
 from tests.harness import scramble
@@ -179,12 +180,11 @@ def test_the_path_of_a_repeated_token_runs_through_two_heads(watched, saved, tmp
         for page in (seen, file):
             copies = next(edge for edge in paths(m, IDS).strongest(20) if edge.value > 0)
             assert copies.part.startswith("1.") and (IDS[copies.source - 1], IDS[copies.source]) == (7, 1)
-            said = page.page.locator(".path-said").inner_text()
-            head, token, source, value = re.match(
-                r"Head (\S+) copied (\d+) from \d+ \(token (\d+)\): the strongest link.*, \+([\d.]+)", said
-            ).groups()
-            assert (head, token, int(source)) == (copies.part, "1", copies.source)
-            assert float(value) == pytest.approx(copies.value, rel=0.01)
+            page.page.locator("#story").wait_for()
+            said = "".join(page.page.locator("#story").inner_text().split())
+            told = explain(m, IDS)
+            assert said == "".join(told.sentence.replace("“", "").replace("”", "").split())
+            assert told.decides(told.effects[0])
             found = looks(m, IDS, copies.part, LAST, copies.source).edges
             at_source = (one for one in found if one.value > 0 and one.reader == copies.source)
             back = next(one for one in at_source if one.part[0].isdigit())

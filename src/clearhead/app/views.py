@@ -170,7 +170,11 @@ GROUPS: dict[str, dict[str, Command]] = {
         "ablate": Command(
             "ablate heads, layers and feed-forwards",
             "commands.parts:ablate",
-            page={"effects": "interventions:effects", "occlusion": "interventions:occluded"},
+            page={
+                "effects": "interventions:effects",
+                "story": "interventions:story",
+                "occlusion": "interventions:occluded",
+            },
         ),
         "prune": Command("prune heads, and save the smaller model", "commands.parts:prune"),
     },

@@ -26,6 +26,7 @@ _FUNCTIONS = {
     "check": "checks",
     "contributions": "lens",
     "effect": "ablation",
+    "explain": "story",
     "firing": "logit_attribution",
     "fit_jacobian": "translators",
     "fit_tuned": "translators",

@@ -416,12 +416,14 @@ def effect_of_each(
     position: int | None = None,
     top: int = 10,
     on_progress: OnRows = lambda done, total: None,
+    parts: Sequence[str] | None = None,
 ) -> EachEffect:
     """Return the effect of each part alone; the arguments are `effect`'s.
 
-    `on_progress` is told how many parts are done, after each batch.
+    `on_progress` is told how many parts are done, after each batch; `parts` names some, None: all.
     """
     prepared = prepare(m, given, target, pair)
-    parts = single_parts(prepared.m.config)
-    groups = {name: find_parts(prepared.m.config, **part) for name, part in parts.items()}
+    every = single_parts(prepared.m.config)
+    named = every if parts is None else parts
+    groups = {name: find_parts(prepared.m.config, **every[name]) for name in named}
     return EachEffect(_effects(prepared, groups, how, None, position, top, on_progress))

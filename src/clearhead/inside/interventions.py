@@ -16,6 +16,7 @@ name, [1, ...] as the activation is, or with one token that is put at every toke
 Shapes: B rows of a batch, T tokens, H heads, D model, E head width, N choices.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,6 +28,9 @@ import torch
 from torch import Tensor
 
 from clearhead.core.config import ModelConfig
+from clearhead.core.masks import tokens_from
+from clearhead.core.stack import Inputs, Stack, StackCall
+from clearhead.core.taps import tap_for
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.inside import names
@@ -44,6 +48,7 @@ from clearhead.inside.names import Heads, Layers
 from clearhead.variants.contexts import edit, evaluating
 
 TOKENS_AT_ONCE = 8192  # of all rows together: what one pass of patched rows may hold
+RESUMED_AT_ONCE = 1536  # where rows resume: fewer, so that they begin at like layers
 Values = Mapping[str, Tensor]
 OnRows = Callable[[int, int], None]  # rows that are done, of how many
 
@@ -111,19 +116,69 @@ def patched_scores(
     """
     choices, length = choices_of(prepared), len(prepared.tokens) + len(prepared.source_tokens or ())
     column = find_column(column, choices.columns)
-    count, scores = max(1, TOKENS_AT_ONCE // length), []
+    resumed = Resumed.of(prepared) if ids is None else None
+    at_once, order, scores = TOKENS_AT_ONCE, list(range(len(rows))), []
+    if resumed is not None:  # rows that begin at like layers go together
+        at_once, first = min(TOKENS_AT_ONCE, RESUMED_AT_ONCE), [resumed.first(sites) for sites in rows]
+        order.sort(key=first.__getitem__)
+    count = max(1, at_once // length)
     for start in range(0, len(rows), count):
-        batch = rows[start : start + count]
+        batch = [rows[place] for place in order[start : start + count]]
         changes = _changes([(row, site) for row, sites in enumerate(batch) for site in sites], values)
         repeated = {name: x.expand(len(batch), *x.shape[1:]) for name, x in prepared.arguments.items()}
         if ids is not None:
             repeated["ids"] = ids[start : start + count]
         with torch.no_grad(), evaluating(prepared.model), edit(prepared.model, changes):
-            hidden = prepared.model(**repeated, logits="none").hidden
+            hidden = None if resumed is None else resumed.hidden(batch)
+            if hidden is None:
+                hidden = prepared.model(**repeated, logits="none").hidden
             some = choices.column_scores(hidden, column).float()
         scores.append(figure(some))
         on_progress(start + len(batch), len(rows))
-    return torch.cat(scores).cpu()
+    return torch.cat(scores).cpu()[torch.tensor(order).argsort()]
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A pass of one stack whose streams are kept: rows that change a late layer run from there on."""
+
+    prepared: Prepared
+    streams: Mapping[str, Tensor]  # before each layer: [1, T, D]
+
+    @classmethod
+    def of(cls, prepared: Prepared) -> "Resumed | None":
+        """Keep a pass; None where one layer does not follow from the stream before it alone."""
+        stack = prepared.model.main
+        routed = any(block.router is not None for block in stack.layers())
+        if len(prepared.m.config.stacks) > 1 or routed or type(stack) is not Stack:
+            return None
+        # A pass of its own: one that is cached may be from before a `with` block around this.
+        return cls(prepared, Prepared.record(prepared, "blocks.*.resid_pre", logits="none")[1])
+
+    def first(self, sites: Sequence[Site]) -> int:
+        """Return the first layer that a row changes, the last layer where it changes none; -1: before all."""
+        numbers = [_LAYER.match(site.tap) for site in sites]
+        last = self.prepared.model.main.spec.n_layers - 1
+        return min((int(found[1]) if found else -1 for found in numbers), default=last)
+
+    def hidden(self, rows: Sequence[Sequence[Site]]) -> Tensor | None:
+        """Return the hidden states of rows of sites, within an `edit`; None where the embedding changes."""
+        stack, main = self.prepared.model.main, self.prepared.main
+        first = min(map(self.first, rows))
+        if first < 0:
+            return None
+        x = self.streams[f"blocks.{first}.resid_pre"]
+        x = x.expand(len(rows), *x.shape[1:])
+        inputs = Inputs(main.expand(len(rows), *main.shape[1:]), types=self.prepared.types)
+        tap, tokens = tap_for(self.prepared.model), tokens_from(len(rows), x.shape[1], x.device)
+        blocks = stack.layers()
+        call = StackCall(inputs, tokens, None, x.dtype, tap)
+        for layer, inputs_of_layer in list(enumerate(stack.layer_inputs(blocks, call, None)))[first:]:
+            x = blocks[layer](x, inputs_of_layer, tap.part(f"blocks.{layer}"))
+        return x if stack.norm is None else tap("hidden", stack.norm(x))
+
+
+_LAYER = re.compile(r"blocks\.(\d+)\.(?!resid_pre)")
 
 
 # Parts of a model -------------------------------------------------------------------------------------------

@@ -2,7 +2,10 @@
 
 import base64
 import io
-from typing import Any
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
+from typing import Any, cast
 
 import numpy as np
 
@@ -12,9 +15,13 @@ from clearhead.errors import ClearheadError
 from clearhead.inside.attention import attention
 from clearhead.inside.attribution import occlusion, paths
 from clearhead.inside.geometry import similarity
-from clearhead.inside.inputs import Prepared, cached_pass, prepare
+from clearhead.inside.inputs import Prepared, cached_pass, choices_of, prepare
 from clearhead.inside.lens import contributions
 from clearhead.inside.results import Array
+from clearhead.inside.story import estimated_effects
+from clearhead.learn.evaluation.evaluate import run_recipe
+from clearhead.learn.recipe import read_recipe
+from clearhead.learn.tasks.table import open_examples
 from clearhead.run.api import Model
 
 WRITES = (
@@ -54,10 +61,49 @@ TRANSLATES = (
 )
 
 
+LONGEST = 200  # characters of an example
+OWN = 5  # examples of a run's own data
+RANKED = 8  # inputs of which the best is looked for
+
+
+def best_example(m: Model) -> dict[str, Any] | None:
+    """Return the input, as the page sends it, whose answer single heads move most; None: the model has none.
+
+    The measure is the largest gradient × activation of a head, one backward pass for each input.
+    """
+    best, most = None, -1.0
+    for sent, given, pair in inputs_for(m)[:RANKED]:
+        if TASKS.get(m.config.head or "") is None:
+            return sent
+        with suppress(ClearheadError):
+            prepared = cached_pass(prepare(m, given, None, pair))
+            ids, mask = prepared.tokens.ids, m.special.get("mask")
+            columns = choices_of(prepared).columns
+            column = ids.index(mask) if m.config.head == "mlm" and mask in ids else len(columns) - 1
+            scores = choices_of(prepared).column_scores(prepared.record(logits="none")[0].hidden, column)
+            worth = estimated_effects(prepared, column, int(scores[0].argmax()))
+            value = max((x for name, x in worth.items() if ":" not in name), default=0.0)
+            best, most = (sent, value) if value > most else (best, most)
+    return best
+
+
+def _own_texts(m: Model) -> list[str]:
+    """Return texts of the validation side of the data that a run in the model's folder learned from."""
+    recipe = run_recipe(m.folder)
+    if recipe is None:
+        return []
+    with suppress(Exception):  # the data may have gone, or be of pictures
+        corpus, _ = open_examples(read_recipe(recipe).data)
+        rows = islice(cast(Iterable[Any], corpus.validation), OWN)
+        texts = [getattr(row, "source", None) or getattr(row, "text", None) for row in rows]
+        return [str(text)[:LONGEST] for text in texts if text]
+    return []
+
+
 def findings(m: Model) -> list[dict[str, Any]]:
     """Return up to five inputs as the page sends them, each with what was found in it under "says"."""
     examples = []
-    for sent, given, pair in _inputs(m):
+    for sent, given, pair in inputs_for(m):
         try:
             examples.append({**sent, "says": _says(m, given, pair)})
         except ClearheadError:
@@ -85,7 +131,7 @@ def shapes(config: ModelConfig) -> dict[str, Array]:
     }
 
 
-def _inputs(m: Model) -> list[tuple[dict[str, Any], Any, str | None]]:
+def inputs_for(m: Model) -> list[tuple[dict[str, Any], Any, str | None]]:
     """Return what the page sends, what the model reads, and a second text."""
     config = m.config
     if config.input == "patches":
@@ -94,6 +140,9 @@ def _inputs(m: Model) -> list[tuple[dict[str, Any], Any, str | None]]:
         last = max(config.vocab_size - 1, 1)
         rows = ([0, 1] * 4, list(range(8)), [3, 1, 4, 1, 5, 3, 1, 4], [2] * 6, list(range(8, 0, -1)))
         return [({"ids": ids}, ids, None) for ids in ([number % last for number in row] for row in rows)]
+    own = _own_texts(m)
+    if own:
+        return [({"text": text}, text, None) for text in own]
     if config.family == "encoder-decoder":
         return [({"text": text}, text, None) for text in TRANSLATES]
     task = TASKS.get(config.head or "", "embed")

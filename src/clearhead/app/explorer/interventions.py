@@ -10,24 +10,25 @@ from typing import Any
 
 import torch
 
+from clearhead.app.explorer.findings import inputs_for
 from clearhead.app.explorer.views import PageRun, packed_floats, short
 from clearhead.errors import InputError, refuse
 from clearhead.inside.ablation import How, effect, effect_of_each
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.geometry import neighbours, projection, similarity
-from clearhead.inside.heads import library_sentences
 from clearhead.inside.inputs import choices_of, find_column, prepare
-from clearhead.inside.interventions import Values, steering, steering_vector
+from clearhead.inside.interventions import Values, single_parts, steering, steering_vector
 from clearhead.inside.logit_attribution import firing
 from clearhead.inside.memories import ReadCorpus, read_corpus
 from clearhead.inside.patch import patch
 from clearhead.inside.results import plain
+from clearhead.inside.story import estimated_effects, explain
 from clearhead.run.api import Model
 
 LISTED = 12  # of the likeliest choices, before and after
 NEURONS = 8  # that are listed
+GROUP_TOKENS = 1536  # of the parts that are tried in one go
 FIRED = 3  # places that are shown of each
-CORPUS = 48  # sentences in which the page looks for what fires them
 WRITTEN = 24  # tokens of a steered text
 NEAR = 24  # tokens around the chosen one on the map
 CHOICES = 5  # of a steered answer
@@ -89,24 +90,42 @@ def _same_model(run: PageRun, second: PageRun) -> None:
 
 
 def effects(run: PageRun, how: How, position: int = -1) -> dict[str, Any]:
-    """Return what the model says at one position without each of its parts alone; probabilities by id."""
-    options: dict[str, Any] = {"target": run.target, "pair": run.pair, "position": position}
-    each = effect_of_each(run.m, run.given, how, **options, top=LISTED, on_progress=run.progress)
-    listed = {choice.id: choice for seen in each.effects.values() for choice in seen.top}
-    return {
-        "position": position,
-        "how": how,
-        "labels": {number: choice.label for number, choice in listed.items()},
-        "before": {number: short(choice.before) for number, choice in listed.items()},
-        "parts": {
-            name: {
-                "says": seen.ablated[0],
-                "kl": short(seen.kl),
-                "after": {choice.id: short(choice.after) for choice in seen.top},
-            }
-            for name, seen in each.effects.items()
-        },
-    }
+    """Return what the model says at one position without each of its parts alone; probabilities by id.
+
+    Parts are tried in groups, those that promise most first; each group is told once it is there.
+    """
+    names = list(single_parts(run.m.config))
+    groups = _groups(run, names, position)
+    body: dict[str, Any] = {"position": position, "how": how, "labels": {}, "before": {}, "parts": {}}
+    done = 0
+    for group in groups:
+        each = effect_of_each(run.m, run.prepared, how, position=position, top=LISTED, parts=group)
+        for name, seen in each.effects.items():
+            body["labels"] |= {choice.id: choice.label for choice in seen.top}
+            body["before"] |= {choice.id: short(choice.before) for choice in seen.top}
+            after = {choice.id: short(choice.after) for choice in seen.top}
+            body["parts"][name] = {"says": seen.ablated[0], "kl": short(seen.kl), "after": after}
+        done += len(group)
+        run.progress(done, len(names), {**body, "parts": dict(body["parts"])})
+    return {**body, "parts": {name: body["parts"][name] for name in names}}
+
+
+def _groups(run: PageRun, names: list[str], position: int) -> list[list[str]]:
+    """Return the parts in groups, those with the largest gradient × activation first, then by late layers."""
+    count = max(8, GROUP_TOKENS // max(len(run.prepared.tokens), len(run.prepared.source_tokens or ())))
+    if len(names) <= count:
+        return [names]
+    column = find_column(position, run.choices.columns)
+    worth = estimated_effects(run.prepared, column, int(run.scores(column).argmax()))
+    first = sorted(worth, key=lambda name: -abs(worth[name]))[:count]
+    others = [name for name in names if name not in set(first)]
+    others.sort(key=lambda name: -int(name.rpartition(":")[2].removeprefix("encoder.").split(".")[-2:][0]))
+    return [first, *(others[start : start + count] for start in range(0, len(others), count))]
+
+
+def story(run: PageRun, position: int = -1, token: int | None = None) -> dict[str, Any]:
+    """Return which parts an answer rests on, in a sentence; candidates are removed one by one."""
+    return explain(run.m, run.prepared, token, position, on_progress=run.progress).to_dict()
 
 
 def patches(
@@ -172,9 +191,9 @@ def neurons(
 
 
 def fired(m: Model) -> ReadCorpus | None:
-    """Return what fires every neuron of a model in some English sentences; None where it reads no text."""
+    """Return what fires every neuron in the examples for this model; None where it reads no text."""
     readable = m.tokenizer is not None and m.config.input == "tokens" and len(m.config.stacks) == 1
-    return read_corpus(m, library_sentences()[:CORPUS], top=FIRED) if readable else None
+    return read_corpus(m, [given for _, given, _ in inputs_for(m)], top=FIRED) if readable else None
 
 
 def steered(

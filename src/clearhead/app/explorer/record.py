@@ -323,6 +323,8 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
         paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
         read = len((about["source"] or about["tokens"])["labels"])
         rows = len(single_parts(run.m.config)) * max(read, len(about["tokens"]["labels"]))
+        asked = opened.query.partition("&against=")[0]
+        paths += [f"story?{query}" for query in dict.fromkeys([asked, begins])]
         if rows < BATCH_TOKENS:
             paths += [
                 f"effects/zero?{query}" for query in dict.fromkeys([f"position={opened.column}", begins])

@@ -17,15 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.app.explorer.findings import findings, shapes
+from clearhead.app.explorer.findings import best_example, findings, shapes
 from clearhead.app.explorer.interventions import fired
-from clearhead.app.explorer.views import TASKS, PageRun, begin, model_view, tokens_view
+from clearhead.app.explorer.views import TASKS, OnPart, PageRun, begin, model_view, tokens_view
 from clearhead.app.views import page_view
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.preprocessor import read_image
 from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
-from clearhead.inside.interventions import OnRows
 from clearhead.inside.memories import ReadCorpus
 from clearhead.learn.data.sounds import SUFFIXES
 from clearhead.run.api import Model
@@ -39,7 +38,7 @@ SWEEP = 16_000  # samples of the tone that a model of speech begins with
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 EXAMPLE = "The cat sat on the mat because it was tired."
 OTHER = "A dog slept on the rug, for it was old."
-FORGOTTEN = 30.0  # seconds after which a job that nobody asks about ends
+FORGOTTEN = 8.0  # seconds after which a job that nobody asks about ends
 KEPT_JOBS = 32
 
 
@@ -65,7 +64,9 @@ class Opened:
     def open(self) -> None:
         """Load the model; keep what goes wrong as one line."""
         try:
-            self.m = self.opener()
+            m = self.opener()
+            self.example = self.example or first_example(m)
+            self.m = m  # from here on it is ready
         except Exception as error:  # the page must say it, whatever it is
             named = "" if isinstance(error, ClearheadError) else f"{type(error).__name__}: "
             self.says, self.failed = f"{named}{error}", True
@@ -73,7 +74,7 @@ class Opened:
     def view(self) -> dict[str, Any]:
         """Return what the page says of it."""
         if self.m is not None:
-            return model_view(self.m, self.name, self.example or first_example(self.m))
+            return model_view(self.m, self.name, self.example)
         return {
             **{"name": self.name, "ready": False, "failed": self.failed, "says": self.says},
             **{"layers": 0, "parameters": 0},
@@ -81,9 +82,15 @@ class Opened:
 
 
 def first_example(m: Model) -> dict[str, Any]:
-    """Return something to begin with, for any model: a sentence, a row of ids, or a picture of a shape."""
-    if m.config.input in ("patches", "frames"):
-        return {"image" if m.config.input == "patches" else "sound": None}
+    """Return what to begin with: of a few inputs for this task, the one that single heads move most."""
+    if m.config.input == "frames":
+        return {"sound": None}
+    with suppress(ClearheadError):
+        best = best_example(m)
+        if best is not None:
+            return best
+    if m.config.input == "patches":
+        return {"image": None}
     if m.tokenizer is None:
         return {"ids": list(range(min(12, m.config.vocab_size, m.max_length)))}
     if m.config.head == "mlm" and m.special.get("mask") is not None:
@@ -105,7 +112,8 @@ def first_given(m: Model, text: str | None) -> tuple[Any, str | None]:
     example = first_example(m)
     if m.config.input == "frames":
         return _sound(None), None
-    return example.get("text") or example.get("ids") or _image(m, None), example.get("pair")
+    given = example.get("text") or example.get("ids") or _image(m, example.get("image"))
+    return given, example.get("pair")
 
 
 def starting_example(text: str | None, target: str | None, pair: str | None) -> dict[str, Any] | None:
@@ -127,21 +135,22 @@ class Ended(Exception):
 class PageJob:
     """Work of many passes, in a thread of its own; it ends where nobody asks about it."""
 
-    def __init__(self, work: Callable[[OnRows], Any]) -> None:
+    def __init__(self, work: Callable[[OnPart], Any]) -> None:
         self.done, self.total, self.polled = 0, 0, time.monotonic()
         self.body: Any = None
+        self.part: Any = None  # of the body, what is there already
         self.error: Exception | None = None
         self.thread = threading.Thread(target=self._run, args=(work,), name="clearhead-job", daemon=True)
         self.thread.start()
 
-    def _run(self, work: Callable[[OnRows], Any]) -> None:
+    def _run(self, work: Callable[[OnPart], Any]) -> None:
         try:
             self.body = work(self._tell)
         except Exception as error:  # it is raised where the job is asked about
             self.error = error
 
-    def _tell(self, done: int, total: int) -> None:
-        self.done, self.total = done, total
+    def _tell(self, done: int, total: int, part: Any = None) -> None:
+        self.done, self.total, self.part = done, total, part
         if time.monotonic() - self.polled > FORGOTTEN:
             raise Ended
 
@@ -153,7 +162,8 @@ class PageJob:
         if self.error is not None and not isinstance(self.error, Ended):
             raise self.error
         ready = self.body is not None
-        return {"ready": ready, "done": self.done, "total": self.total, "body": self.body}
+        body = self.body if ready else self.part
+        return {"ready": ready, "done": self.done, "total": self.total, "body": body}
 
 
 class Session:

@@ -35,7 +35,6 @@ from clearhead.inside.inputs import (
     find_column,
     prepare,
 )
-from clearhead.inside.interventions import OnRows
 from clearhead.inside.lens import best_choices, contributions, followed, lens
 from clearhead.inside.memories import ReadCorpus
 from clearhead.inside.names import AttentionHead, find_heads, kinds_of, unpatterned
@@ -52,6 +51,7 @@ LISTED = 200  # choices that are sent with their names
 EDGES = 300  # of a path, the largest ones
 HIDDEN = -1e30  # scores below this are masked
 MIX = "Each value counts as much as its share; what is shown is the length of what each token gives."
+OnPart = Callable[..., None]  # told (done, total), perhaps with what is there already
 TASKS = {"lm": "next", "mlm": "fill", "classifier": "classify", "tagger": "tag", "span": "span"}
 
 
@@ -178,7 +178,7 @@ class PageRun:
     )  # see `interventions.fired`
     number: int = 0  # of the model, where the page has two
     others: Callable[[str], PageRun] = field(default=_alone, compare=False)
-    progress: OnRows = field(default=lambda done, total: None, compare=False)
+    progress: OnPart = field(default=lambda done, total, part=None: None, compare=False)
     wrote: bool = False  # the answer that the decoder has written is the model's own
 
     def scores(self, column: int) -> Tensor:

@@ -120,7 +120,9 @@ export const ablateSection = {
     const loadEffects = () => askEffects(async (wait) => {
       const [run, position] = at();
       if (!run || !root.offsetParent || position === null) return;
-      const found = await wait(effectsOf(app, run, position, progress.tell, () => wait.still() && root.offsetParent !== null));
+      progress.begin();
+      const tell = (done, total, part) => { progress.tell(done, total); if (part && wait.still()) { effects = part; paint(); } };
+      const found = await wait(effectsOf(app, run, position, tell, () => wait.still() && root.offsetParent !== null && !progress.stopped()));
       progress.end();
       if (!found) return;
       effects = found;

@@ -121,11 +121,14 @@ export async function colourValues(app, run, colour, small, tell, wanted) {
   return colour === "off" ? new Map(Object.entries(body.parts).map(([name, part]) => [name, part.kl])) : patchedHeads(body);
 }
 
-/** A bar that says how far a job is, and how to be told. */
+/** A bar that says how far a job is, with a button that ends it; `stopped()` is true then, until it begins again. */
 export function jobProgress(words) {
+  let stopped = false;
   const bar = el("progress", { max: 1, value: 0, "aria-label": words });
-  const root = el("p", { class: "soft job", hidden: true }, `${words}… `, bar);
-  return { root, tell: (done, total) => { root.hidden = false; bar.max = total || 1; bar.value = done; }, end: () => { root.hidden = true; } };
+  const cancel = el("button", { type: "button", class: "cancel", onclick: () => { stopped = true; root.hidden = true; } }, "Cancel");
+  const root = el("p", { class: "soft job", hidden: true }, `${words}… `, bar, " ", cancel);
+  const tell = (done, total) => { root.hidden = stopped; bar.max = total || 1; bar.value = done; };
+  return { root, tell, begin: () => { stopped = false; tell(0, 0); }, end: () => { root.hidden = true; }, stopped: () => stopped };
 }
 
 /** What the model says with and without, as a table. */

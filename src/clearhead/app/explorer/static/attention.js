@@ -188,7 +188,7 @@ export const attentionSection = {
     /** What the model says without the pinned head, where that is computed already, and where to switch it off. */
     function showWithout() {
       const run = app.store.get("run");
-      const name = app.store.get("head");
+      const name = chosen;
       const bits = app.store.get("colour") === "off" ? values?.get(name) : undefined;
       const offered = run && name && colourPath(app, run, "off") !== null;
       replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Turn head ${name} off`)] : null);
@@ -255,9 +255,13 @@ export const attentionSection = {
 
     function mark(name) {
       chosen = name;
-      for (const { name: each, button } of thumbs) button.setAttribute("aria-pressed", String(each === chosen));
+      for (const { name: each, button } of thumbs) {
+        button.setAttribute("aria-pressed", String(each === chosen));
+        if (name !== "rollout") button.tabIndex = each === chosen ? 0 : -1;
+      }
       rollout.setAttribute("aria-pressed", String(chosen === "rollout"));
       problem.textContent = "";
+      showWithout();
     }
 
     /** Put a matrix beside the grid; its rows are tokens of the selection, but for an encoder's before a decoder. */
@@ -281,7 +285,7 @@ export const attentionSection = {
         const { body, head, matrix } = found;
         const does = roleOf(head.name) || head.role;
         if (other) return showPair(found, other, run);
-        const words = `Entropy ${figure(head.entropy)} bits: ${head.entropy < 1 ? "on one or two tokens" : `spread over about ${figure(Math.round(2 ** head.entropy), 2)} tokens`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
+        const words = `Mean entropy of all rows ${figure(head.entropy)} bits: ${head.entropy < 1 ? "on one or two tokens" : `spread over about ${figure(Math.round(2 ** head.entropy), 2)} tokens`}.${body.aggregated > 1 ? ` Each cell stands for ${body.aggregated} tokens.` : ""}`;
         return show({ name: head.name, title: `Head ${head.name}${does ? `: ${does}` : ""}`, words, matrix, rows: body.rows, columns: body.columns, scale: "attention weight" }, run, body.aggregated);
       });
     }
@@ -332,19 +336,22 @@ export const attentionSection = {
       const rolled = chosen === "rollout" && kind !== "cross";
       const pinned = headOf(app.store.get("head"));
       if (pinned && pinned.kind !== kind) return goTo(pinned.kind); // it was pinned meanwhile
-      const leading = headOf(leadingHead(app));
-      const first = pinned || (leading?.kind === kind ? leading : { layer: small.layers[0], number: 0 });
-      const { layer, number } = first;
-      app.store.values.head = headName(layer, number);
+      const { layer, number } = firstHead();
       chosen = rolled ? "rollout" : headName(layer, number);
       drawGrid();
       if (!root.offsetParent) await wait(headPattern(app.source, run, kind, layer, number)); // what is drawn large once somebody looks
       return Promise.all([rolled ? showRollout() : open(layer, number), recolour()]);
     });
 
+    /** The head to begin with: the pinned one, else the one that the path names. Only a reader pins one. */
+    function firstHead() {
+      const leading = headOf(leadingHead(app));
+      return headOf(app.store.get("head")) || (leading?.kind === kind ? leading : { layer: small.layers[0], number: 0 });
+    }
+
     /** Draw the large one of a grid that was drawn before anybody looked. */
     function showLarge() {
-      const found = headOf(app.store.get("head"));
+      const found = headOf(chosen);
       if (!largeWaits || !root.offsetParent || !small) return;
       largeWaits = false;
       if (chosen === "rollout") showRollout();
@@ -357,7 +364,12 @@ export const attentionSection = {
     app.store.listen("position", () => followRow());
     app.store.listen("view", showLarge);
     for (const key of ["colour", "position", "target", "foil", "other", "view"]) app.store.listen(key, () => { if (root.offsetParent) recolour(); });
-    app.store.listen("beside", () => { const found = headOf(app.store.get("head")); showChoices(); if (found && small && found.kind === kind) open(found.layer, found.number); });
+    app.store.listen("beside", () => { const found = headOf(chosen); showChoices(); if (found && small && found.kind === kind) open(found.layer, found.number); });
+    app.store.listen("leading", () => {
+      if (headOf(app.store.get("head")) || !small || chosen === "rollout") return;
+      const { layer, number } = firstHead();
+      if (headName(layer, number) !== chosen) open(layer, number);
+    });
     app.store.listen("head", () => showWithout());
     app.store.listen("head", (name) => {
       const found = headOf(name);

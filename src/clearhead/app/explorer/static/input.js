@@ -6,7 +6,7 @@ import { glossed } from "./glossary.js";
 import { patchImage, soundImage } from "./image.js";
 import { asks } from "./query.js";
 import { drawingPad } from "./pad.js";
-import { askedOf, columnOf, leadingEdge, openRun } from "./selection.js";
+import { askedOf, columnOf, openRun } from "./selection.js";
 
 const INPUT_CHIPS = 600; // shown at first; more on demand
 const INPUT_PAUSE = 120; // milliseconds without a key, after which what is typed is shown as tokens
@@ -105,6 +105,9 @@ export const inputSection = {
     let stages = null;
     const all = { tokens: false, source: false };
 
+    /** Whether what stands in the boxes is what the model has read. */
+    const unread = () => { const run = app.store.get("run"); const first = run?.source || run?.tokens; return Boolean(run) && (text.value !== (first.text || first.ids.join(" ")) || (pair.value || "") !== (run.pair || "")); };
+    for (const box of [text, pair]) box.addEventListener("input", () => { app.store.set("typed", unread()); });
     for (const box of [text, pair]) box.addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(previewTokens, INPUT_PAUSE); });
     for (const box of [text, target, pair]) {
       box.addEventListener("keydown", (event) => {
@@ -294,11 +297,7 @@ export const inputSection = {
       tinted.hidden = !found;
       if (!found) return;
       const word = (text) => el("span", { class: "mono", dir: "auto" }, text);
-      const edge = leadingEdge(found.edges);
-      const run = app.store.get("run");
-      const from = edge && (/^[a-z]/.test(edge.part) ? run.source : run.tokens).labels[edge.source];
-      const lead = edge && edge.value > 0 ? [el("button", { type: "button", class: "in-words", id: "input-lead", onclick: () => app.open("path") }, `Head ${edge.part}`), " contributed most to ", word(found.choice), ", from ", word(from), ` (${edge.source}). `] : null;
-      replace(tinted, lead, "Tinted: what heads carried from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
+      replace(tinted, "Tinted: what heads carried from each token to ", word(found.choice), found.against === null ? null : [" rather than ", word(found.against)], "; blue for it, red against it.");
     }
 
     function markChosen() {

@@ -12,6 +12,7 @@ import { glossed, mountGlossary } from "./glossary.js";
 import { headSection } from "./head.js";
 import { inputSection } from "./input.js";
 import { lensSection } from "./lens.js";
+import { dropUnknown, mountNotes } from "./notes.js";
 import { asks } from "./query.js";
 import { nextSection } from "./next.js";
 import { pathSection } from "./path.js";
@@ -30,7 +31,7 @@ const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, playSec
 const byId = (id) => document.getElementById(id);
 
 function makeApp(source) {
-  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, other: null, at: null, beside: null, colour: "pattern", how: "zero", sampling: { temperature: 1, topK: 0, topP: 1, minP: 0 }, position: null, layer: null, head: null, target: null, foil: null, off: "", roles: {}, theme: null, example: false, failed: false });
+  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, other: null, at: null, beside: null, colour: "pattern", how: "zero", sampling: { temperature: 1, topK: 0, topP: 1, minP: 0 }, position: null, layer: null, head: null, target: null, foil: null, off: "", dropped: "", typed: false, roles: {}, theme: null, example: false, failed: false });
   return {
     source,
     store,
@@ -84,6 +85,7 @@ function mountSections(app) {
   const views = el("div", { id: "views" }, byId("sections"));
   const stays = el("div", { id: "stays" });
   byId("main").append(stays, views);
+  mountNotes(app, byId("main"));
   const applies = (section) => !section.applies || !app.store.get("model") || section.applies(app.store.get("model"), app.source.live, app.source, app.store.get("run"));
   const show = () => {
     const there = VIEWS.filter(applies);
@@ -218,6 +220,7 @@ async function startLive(app) {
     await app.read("The model reads its first text…", () => app.source.post("run", begin), (run) => {
       if (stated.view) app.open(stated.view);
       openRun(app, run, named || !stated.text ? stated : {});
+      dropUnknown(app, location.hash, run, VIEWS.map((section) => section.id));
     });
   }
 }
@@ -248,6 +251,7 @@ async function startRecorded(app, record) {
   const stated = readSelection(location.hash || record.state || "");
   if (stated.view) app.open(stated.view);
   openRun(app, record.run, stated);
+  dropUnknown(app, location.hash, record.run, VIEWS.map((section) => section.id));
   app.say(record.says || "A recording: what was computed is here, nothing more is run.");
 }
 
@@ -271,6 +275,7 @@ async function start() {
   mountSections(app);
   mountGlossary(byId("foot"));
   followSelection(app);
+  addEventListener("hashchange", () => { if (app.store.get("run")) dropUnknown(app, location.hash, app.store.get("run"), VIEWS.map((section) => section.id)); });
   keepLinksHere();
   if (!record) followLoading(app);
   try {

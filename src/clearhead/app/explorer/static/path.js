@@ -1,11 +1,12 @@
 // The path: from which tokens the answer came, through which heads. Tokens across, layers up; an arc is what one head carried.
 
-import { ATLAS_ASKED } from "./atlas.js";
+import { ATLAS_ASKED, jobProgress } from "./atlas.js";
 import { css, inkOn, signedColour } from "./colour.js";
 import { el, figure, replace, signed, svg, wholeWord } from "./dom.js";
 import { asks, whenNear } from "./query.js";
 import { saveButtons } from "./picture.js";
-import { askedOf, leadingEdge } from "./selection.js";
+import { askedOf, columnOf, leadingEdge } from "./selection.js";
+import { shareButton, storyWords } from "./share.js";
 import { LensTables } from "./source.js";
 
 const PATH_COLUMN = 58; // pixels of a column; where not all fit, those that matter get one
@@ -15,7 +16,6 @@ const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
 const PATH_NAMED = 10; // arcs with the name of their head, the strongest ones
 const PATH_WHY = 3; // edges that are followed one step further back by themselves
-const PATH_LITTLE = 0.1; // of the largest other part, below which the sentence says that heads carried little themselves
 const PATH_TURNED = 24; // pixels by which the room must change for another drawing: more than a scroll bar
 const PATH_GAP = 20; // pixels between what the encoder and what the decoder reads
 const PATH_AHEAD = 1e9; // parameters times tokens below which the reasons of all edges that are listed are asked for ahead
@@ -188,7 +188,9 @@ export const pathSection = {
     let said = new Map(); // by column: what the model would say there, layer by layer
     let reasons = new Map(); // by edge: what made its head look there
     let chosen = -1;
-    let leading = null; // the edge that the sentence names where none is chosen
+    let leading = null; // the edge that is always drawn: the one the story names, else the strongest
+    let story = null; // the parts that the answer rests on, once they are measured
+    const testing = jobProgress("Removing parts one by one, to find out what the answer rests on");
     let [shownRun, shownAsked, shownWide] = [null, null, 0];
     replace(root, problem, finding, why, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "Hide links below ", shown, " of the strongest"), least)), left, sum, table, saveButtons(() => drawing, "path"));
     showKey();
@@ -205,29 +207,50 @@ export const pathSection = {
 
     const logits = (value) => `${signed(value)} logits`;
 
-    /** The sentence over the picture: what the chosen arc carried, or the one that moved most; and what can be done with its head. */
+    /** The sentence over the picture: what the chosen arc carried, else the story, of which each number was measured. */
     function showFinding(direct) {
-      const edge = direct[chosen] || leading;
-      if (!edge) return replace(finding);
+      const edge = direct[chosen] || (story || !testing.root.hidden ? null : leading); // where nothing can be removed, the strongest arc
+      if (edge) return replace(finding, el("p", { class: "path-said" }, arcWords(edge)), el("div", { class: "path-acts" }, actsOf(edge, direct.indexOf(edge), edge === direct[chosen])));
+      if (story) return replace(finding, storyWords(story), el("div", { class: "path-acts" }, storyActs(direct)));
+      return replace(finding, testing.root);
+    }
+
+    /** What one arc carried: it is read off, nothing is removed for it. */
+    function arcWords(edge) {
       const same = named(edge.from, edge.source).replace(/[·▁ ]/g, "").toLowerCase() === body.choice.replace(/[·▁ ]/g, "").toLowerCase();
-      const first = `Head ${edge.part} ${edge.value < 0 ? "lowered" : same ? "copied" : "raised"} `;
-      const strongest = direct[chosen] ? "" : "the strongest link to another token, ";
       const token = (side, place) => el("span", { class: "mono token", dir: "auto" }, named(side, place));
       const place = edge.to === "main" ? [] : [" at ", token(edge.to, edge.reader)];
       const own = edge.from === edge.to && edge.source === edge.reader ? ", which it reads itself" : "";
       const whose = edge.from === "source" ? " of the encoder" : "";
-      return replace(finding, el("p", { class: "path-said" }, el("strong", {}, first), el("strong", { class: "mono", dir: "auto" }, body.choice), " from ", token(edge.from, edge.source), el("span", { class: "soft" }, ` (token ${edge.source}${whose})`), own, ...place, `: ${strongest}`, el("strong", { class: "mono" }, logits(edge.value)), "."), el("div", { class: "path-acts" }, actsOf(edge, direct.indexOf(edge), edge === direct[chosen])), direct[chosen] ? null : besides(edge));
+      return [el("strong", {}, `Head ${edge.part} ${edge.value < 0 ? "lowered" : same ? "copied" : "raised"} `), el("strong", { class: "mono", dir: "auto" }, body.choice), " from ", token(edge.from, edge.source), el("span", { class: "soft" }, ` (token ${edge.source}${whose})`), own, ...place, ": ", el("strong", { class: "mono" }, logits(edge.value)), "."];
     }
 
-    /** What has to be said beside the sentence: that a head gave more without moving anything, or that heads themselves carried little. */
-    function besides(edge) {
-      const still = body.edges.find((one) => one.value > edge.value);
-      const part = body.terms.reduce((most, term) => (most && Math.abs(most.value) >= Math.abs(term.value) ? most : term), null);
-      const little = part && Math.abs(edge.value) < PATH_LITTLE * Math.abs(part.value);
-      return [
-        still ? el("p", { class: "soft path-besides" }, `Head ${still.part} contributed more, ${logits(still.value)}, but read only the current token, `, el("span", { class: "mono", dir: "auto" }, named(still.to, still.reader)), ".") : null,
-        little ? el("p", { class: "soft path-besides" }, `The largest part came from ${part.name.replace("feedforward", "feed-forward")}: ${logits(part.value)}. What heads had moved into it before counts as its own`, offered() ? [": ", el("button", { type: "button", class: "in-words", onclick: () => { app.store.set("colour", "off"); app.open("attention"); } }, "see what is lost without each head"), "."] : ".") : null,
-      ];
+    /** What can be done with the parts that the story names. */
+    function storyActs(direct) {
+      const [most] = story.effects;
+      const number = story.edge ? direct.findIndex((edge) => keyOf(edge) === keyOf(story.edge)) : -1;
+      const inner = most.name.includes(":") && offered() ? el("button", { type: "button", onclick: () => takeOff({ part: most.name }, "zero") }, `Turn off ${most.name.replace("feedforward:", "feed-forward ")}`) : null;
+      const head = !story.head ? [] : story.edge ? actsOf(pathSides(story.edge), number, false) : [el("button", { type: "button", "aria-label": `Show attention of head ${story.head.name}`, onclick: () => openHead({ part: story.head.name }, "attention") }, "Show attention"), offered() && el("button", { type: "button", "aria-label": `Turn off head ${story.head.name}`, onclick: () => takeOff({ part: story.head.name }, "zero") }, "Turn off")];
+      return [head, inner, shareButton(app, () => ({ sentence: story.sentence, tokens: app.store.get("run").tokens.labels, drawing }))];
+    }
+
+    const tested = (run, path) => ATLAS_ASKED.includes(run.task) && has(path);
+
+    /** Where the story of the chosen answer is. */
+    function storyPath(run) {
+      const target = app.store.get("target");
+      return `story?position=${columnOf(run, app.store.get("position"))}${target === null ? "" : `&token=${target}`}`;
+    }
+
+    /** Remove candidates one by one, in the background, and tell what was found. */
+    async function tellStory(run, path, still) {
+      const found = tested(run, path) ? await app.source.job(run.run, path, testing.tell, () => still() && !testing.stopped()).catch(() => null) : null;
+      if (!still()) return;
+      testing.end();
+      story = found;
+      leading = body.edges.find((edge) => found?.edge && keyOf(edge) === keyOf(found.edge)) || leading;
+      app.store.set("leading", { run: run.run, head: found ? found.head?.name : leading?.part });
+      draw();
     }
 
     function draw() {
@@ -325,7 +348,8 @@ export const pathSection = {
       chosen = number;
       const run = app.store.get("run");
       return askWhy(async (wait) => {
-        const body = await wait(reasonsOf(run, edge)), found = body.edges.slice(0, 6);
+        const body = await wait(reasonsOf(run, edge));
+        const found = [...body.edges.filter((one) => one.value > 0), ...body.edges.filter((one) => one.value < 0)].slice(0, 6); // what speaks for it first
         const said = (one) => { const side = pathSides(one); const where = one.reader === one.source ? ["at ", named(side.to, one.reader)] : ["brought ", named(side.from, one.source), " to ", named(side.to, one.reader)]; return el("li", { "data-part": one.part }, el("span", { class: "mono" }, pathPlace(one.part) ? `head ${one.part}` : one.part), ` ${where[0]}`, el("span", { class: "mono" }, where[1]), where[2] || null, where[3] ? el("span", { class: "mono" }, where[3]) : null, ` (${where.length > 2 ? `${one.source} to ${one.reader}` : one.reader}): `, el("span", { class: "mono", "data-value": one.value }, `${one.value < 0 ? "" : "+"}${figure(one.value)}`)); };
         replace(why, el("h3", {}, `Why head ${edge.part} looks from “${named(edge.to, edge.reader)}” at “${named(edge.from, edge.source)}”`), el("p", { class: "soft" }, body.inexact ? "What earlier parts add to the log-odds of looking there, by gradient × activation: first order, not a sum." : [`The score is `, el("span", { class: "mono", id: "why-score" }, figure(body.score)), ", a sum over what earlier parts put into the query and into the key. The largest of either side:"]), found.length ? el("ol", {}, found.map(said)) : el("p", { class: "soft" }, "Nothing comes before it but the tokens themselves."));
         draw();
@@ -370,13 +394,18 @@ export const pathSection = {
       if (shownRun !== run) said = new Map();
       [body, lens, reasons, chosen, shownRun, shownAsked] = [{ ...found, edges: found.edges.map(pathSides) }, grid, new Map(), -1, run, asked];
       leading = leadingEdge(body.edges) || null;
-      app.store.set("leading", { run: run.run, head: leading?.part });
+      story = null;
+      const path = storyPath(run);
+      if (tested(run, path)) testing.begin();
+      else testing.end();
       const carried = found.total - found.rest;
       replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? (found.centred ? " less the mean of all" : null) : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
       replace(why);
       draw();
+      const still = () => body?.edges && shownRun === app.store.get("run") && shownAsked === about()[1];
       await fillCells(run, wait);
-      followBack(run, () => body?.edges && shownRun === app.store.get("run") && shownAsked === about()[1]);
+      tellStory(run, path, still);
+      followBack(run, still);
     });
 
     whenNear(root, app, load);

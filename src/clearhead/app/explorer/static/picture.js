@@ -3,7 +3,7 @@
 import { amountColour, css, paletteColour } from "./colour.js";
 import { el, svg } from "./dom.js";
 
-const PICTURE_RULES = ["fill", "stroke", "stroke-width", "font-family", "font-size", "font-weight", "opacity", "stroke-opacity", "stroke-dasharray", "text-anchor"];
+const PICTURE_RULES = ["fill", "stroke", "stroke-width", "font-family", "font-size", "font-weight", "opacity", "stroke-opacity", "stroke-dasharray", "text-anchor", "paint-order"];
 
 function saveBlob(blob, name) {
   const address = URL.createObjectURL(blob);
@@ -11,22 +11,23 @@ function saveBlob(blob, name) {
   setTimeout(() => URL.revokeObjectURL(address), 5000);
 }
 
-/** A drawing that looks the same without this page's style sheet. */
-function standalone(drawing) {
+/** A copy of a drawing that looks the same without this page's style sheet. */
+export function copyOf(drawing) {
   const copy = drawing.cloneNode(true);
   const before = [drawing, ...drawing.querySelectorAll("*")];
   [copy, ...copy.querySelectorAll("*")].forEach((node, place) => {
     const looks = getComputedStyle(before[place]);
     for (const rule of PICTURE_RULES) node.setAttribute(rule, looks.getPropertyValue(rule));
+    node.removeAttribute("style");
   });
   const box = drawing.getBoundingClientRect();
   copy.setAttribute("width", Math.round(box.width));
   copy.setAttribute("height", Math.round(box.height));
   copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
-  return new XMLSerializer().serializeToString(copy);
+  return copy;
 }
 
-function pngOfDrawing(text, width, height, name) {
+export function pngOfDrawing(text, width, height, name) {
   const image = new Image();
   image.addEventListener("load", () => {
     const canvas = el("canvas", { width: 2 * width, height: 2 * height });
@@ -86,7 +87,7 @@ export function saveButtons(getNode, name) {
   const drawing = () => {
     const node = getNode();
     const box = node.getBoundingClientRect();
-    return [standalone(node), Math.round(box.width), Math.round(box.height)];
+    return [new XMLSerializer().serializeToString(copyOf(node)), Math.round(box.width), Math.round(box.height)];
   };
   return saveRow(drawing, name);
 }

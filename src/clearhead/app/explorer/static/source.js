@@ -127,7 +127,7 @@ export class LiveSource {
     return this.get(path);
   }
 
-  /** A view of many passes, asked for until it is there: `tell(done, total)` hears how far it is; null once `wanted()` is false. */
+  /** A view of many passes, asked for until it is there: `tell(done, total, part)` hears how far it is and what is there already; null once `wanted()` is false. */
   async job(run, path, tell, wanted) {
     const whole = `run/${run}/${path}`;
     for (let wait = 40; !this.kept.has(whole); wait = Math.min(2 * wait, 400)) {
@@ -135,7 +135,7 @@ export class LiveSource {
       if (state.ready) this.kept.set(whole, Promise.resolve(state.body));
       else if (!wanted()) return null;
       else {
-        tell(state.done, state.total);
+        tell(state.done, state.total, state.body);
         await new Promise((done) => setTimeout(done, wait));
       }
     }
