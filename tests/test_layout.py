@@ -27,7 +27,7 @@ LAYERS = [
     {"variants"},
     {"run.kernels", "run.quant", "hub.tokens"},
     {"learn.data"},
-    {"hub", "learn.batches", "learn.parallel", "learn.recipe"},
+    {"hub", "learn.batches", "learn.parallel", "learn.recipe", "learn.rewards"},
     {"run.generate", "learn.losses"},
     {"run.bundle"},
     {"run.api", "learn.tasks", "learn.evaluation", "hub.onnx"},

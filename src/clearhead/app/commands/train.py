@@ -29,6 +29,7 @@ from clearhead.learn.training import events
 from clearhead.learn.training.events import LOG
 from clearhead.learn.training.health import warnings_of
 
+FIGURES = ("reward", "logprob_difference")  # of a task, shown at a step
 ECHO = 3  # seconds within which a second Ctrl-C is the first one, passed on
 EVERY = 10  # seconds between the lines of a run without a terminal
 NEWLINE = "\n"
@@ -235,6 +236,11 @@ class Watcher:
         words = [
             f"step {event.step:,}/{event.steps:,}",
             f"loss {event.loss:.4f}",
+            *(
+                f"{name.replace('_', ' ')} {event.figures[name]:.3g}"
+                for name in FIGURES
+                if name in event.figures
+            ),
             f"lr {event.rate:.2e}",
             f"grad norm {event.norm:.2f}",
             f"{event.tokens_per_second:,.0f} {self.unit}/s",
