@@ -72,7 +72,8 @@ def saelens(activation: str, lr: float) -> Tensor:
         sae = BatchTopKTrainingSAE(BatchTopKTrainingSAEConfig(**options))
     steps = TOKENS // BATCH
     config = SAETrainerConfig(
-        total_training_samples=TOKENS, train_batch_size_samples=BATCH, lr=lr, lr_warm_up_steps=steps // 20,
+        total_training_samples=TOKENS, train_batch_size_samples=BATCH, lr=lr, lr_end=0.0,
+        lr_warm_up_steps=steps // 20,
         lr_decay_steps=3 * steps // 10, dead_feature_window=steps // 10, n_batches_for_norm_estimate=32,
     )  # fmt: skip
     SAETrainer(cfg=config, sae=sae, data_provider=provider()).fit()

@@ -187,7 +187,7 @@ def test_the_tour_does_what_it_says(clearhead, tmp_path, monkeypatch):
         monkeypatch.setitem(settings, "model.n_layers", 1)
     code, out, _ = clearhead("demo", f"--steps 12 --out {tmp_path}")
     assert code == 0
-    assert "34 of 34 equal" in out
+    assert "37 of 37 equal" in out
     assert "the 3rd of May 2011  becomes  " in out
     assert out.count("validation  loss") == 4
     for name in ("writer", "reader"):
