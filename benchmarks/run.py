@@ -56,8 +56,10 @@ CASES = {
     "gpu_small": "recipes:run_gpu_small",
     "sft": "finetune:run_sft",
     "tools": "tools:run_tools",
+    "tool_schemas": "tools:run_tool_schemas",
     "dpo": "finetune:run_dpo",
     "dpo_trl": "finetune:run_dpo_trl",
+    "grpo": "grpo:run_grpo",
     "embed": "finetune:run_embed",
     "kinds": "kinds:run_kinds",
     "fla_kernels": "kinds:run_fla_kernels",
@@ -72,6 +74,7 @@ CASES = {
     "sparse_encoders": "encoders:run_sparse_encoders",
     "planner": "planner:main",
     # Looking inside
+    "graph": "graph:run_graph",
     "inside": "inside:run_inside",
     "probes": "inside:run_probes",
     "syntax": "inside:run_syntax",

@@ -27,6 +27,7 @@ from clearhead.inside.circuit import Circuit as Circuit
 from clearhead.inside.circuit import circuit as circuit
 from clearhead.inside.features.training import train_features as train_features
 from clearhead.inside.folding import fold_norms as fold_norms
+from clearhead.inside.graph import graph as graph
 from clearhead.inside.heads import heads as heads
 from clearhead.inside.inputs import run_with_cache as run_with_cache
 from clearhead.inside.lens import lens as lens

@@ -83,6 +83,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "router_bias": (True,),
     "d_shared_expert": (10,),
     "dense_layers": ((0,),),
+    "feedforward_skips": ((0,), (1,)),
     "depth_capacity": (0.5, (0.25, 1.0)),
     "norm": ("rmsnorm",),
     "norm_eps": (1e-6, 1e-12),

@@ -38,10 +38,11 @@ GROWING, RING, FIXED = (
 STREAMED = {"streamed = kept"}
 CROPPED = {"cached = recomputed (cropped)"}
 NEW = {"saved = loaded", "resumed = uninterrupted"}  # rows that build the model anew
-DROPPED = {"saved = loaded", "accumulated = whole", "pruned = masked"}
+DROPPED = {"saved = loaded", "accumulated = whole", "pruned = masked", "sampled = trained"}
 EDGES = {"circuit of all edges = model", "circuit of no edges = corrupt run", "one edge cut = by hand"}
 NOTHING_RANDOM = {"repeated = once", "fused = eager", "batched = alone", "past = whole", "fast copy = model"}
-NOTHING_RANDOM |= EDGES | {"integrated gradients = difference"}
+NOTHING_RANDOM |= EDGES | {"integrated gradients = difference", "contributions = logit"}
+NOTHING_RANDOM |= {"graph = interventions", "replacement + error = model"}
 
 CASES: dict[str, tuple[dict, set[str]]] = {
     # the seven: RoPE layout, mask offset, cache order, norm eps, tied weights, dropout, head repeat

@@ -263,7 +263,7 @@ def test_two_layers_learn_induction_and_one_does_not(tmp_path_factory, clearhead
     edge = paths(model, ids).strongest(1)[0]
     assert edge.part in {str(head) for head in named}
     assert (edge.reader, ids[edge.source], ids[edge.source - 1]) == (13, 1, 7)
-    into = [one for one in looks(model, ids, edge.part, 13, edge.source) if one.reader == edge.source]
+    into = [one for one in looks(model, ids, edge.part, 13, edge.source).edges if one.reader == edge.source]
     best = max(into, key=lambda one: one.value)
     assert (best.part[0], best.source) == ("0", edge.source - 1)
     rows = clearhead("heads", folder / "2", "--json").json["roles"]["heads"]

@@ -57,6 +57,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "train": {
         "demo": Command("take the tour: train, generate, look inside, check", "commands.models:demo"),
         "train": Command("train a model from your own files", "commands.train:train", plot=False),
+        "watch": Command("show a training run on a page, live", "commands.train:watch_page"),
         "sweep": Command(
             "sweep hyperparameters: try many settings, keep the best run", "commands.train:sweep", plot=False
         ),
@@ -150,6 +151,11 @@ GROUPS: dict[str, dict[str, Command]] = {
             page={"map": "interventions:word_map", "similar": "interventions:similar"},
         ),
         "probe": Command("train linear probes on each layer", "commands.learned:probe", loads=PLACED),
+        "graph": Command(
+            "attribution graph: the paths of parts that led to a token",
+            "commands.graph:graph",
+            loads=TOKENIZER,
+        ),
         "patch": Command(
             "activation patching: which layer and token carry the answer",
             "commands.prompts:patch",

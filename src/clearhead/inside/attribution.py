@@ -4,7 +4,7 @@
     found.direct["3"]                     # [H, R, S] of layer 3: what each head brings, by source token
     found.sources, found.rest             # [T] by source token; what came by no head
     found.strongest(5)                    # edges, the largest first
-    looks(m, "The cat sat on the", "3.1", reader=4, source=1)   # what made head 3.1 look there
+    looks(m, "The cat sat on the", "3.1", reader=4, source=1).terms   # what made it look there
     found = occlusion(m, "a dull film", token="bad")
     found.units, found.dropped            # "a", "dull", "film"; what the logit loses without each
     found.gradient                        # a first-order estimate of the same, from one backward pass
@@ -14,8 +14,8 @@ is linear in that output, so pattern x value x output, read on the logit, is one
 These numbers and the terms of no head add up to the logit; see `lens.contributions`.
 
 Why a head looks where it looks is in its scores: the log-odds of one weight are its score less those of all
-other keys. `looks` takes them back to what earlier heads carried by gradient x activation, which is first
-order and does not add up exactly.
+other keys. With the norms held a score is bilinear: a sum over every part that made the query and every part
+that made the key, which is what `looks` gives.
 
 Occlusion puts the mask token in the place of a word's tokens, or the unknown or padding token where the model
 has no mask; for a patch, the image's mean colour.
@@ -32,9 +32,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from clearhead.errors import refuse
+from clearhead.errors import InputError, refuse
 from clearhead.hub.tokens.text import labels
-from clearhead.inside import inputs, names, results
+from clearhead.inside import held, inputs, names, results
 from clearhead.inside.alignments import positions as token_positions
 from clearhead.inside.interventions import patched_scores
 from clearhead.inside.logit_attribution import (
@@ -123,6 +123,32 @@ class Paths(results.Result, Compared):
         return next(moved, positive[0] if positive else None)
 
 
+@dataclass(frozen=True)
+class ScoreTerm(results.Result):
+    """What the query that one part makes and the key that another makes give together."""
+
+    query: str  # "embedding", a head, "feedforward 3", "bias"
+    key: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Looks(results.Result):
+    """The score of a head from one token to another, as a sum over what made the query and the key."""
+
+    head: str
+    reader: int
+    source: int
+    score: float  # what the softmax gets = terms + rest + position
+    position: float  # what the distance adds by itself
+    terms: tuple[ScoreTerm, ...]  # the largest first
+    rest: float  # all other terms
+    # By one side alone: parts at the reader make the query, parts at the source the key.
+    edges: tuple[Edge, ...]
+    # Why it is no such sum; edges are then log-odds of the weight by gradient × activation, first order.
+    inexact: str | None = None
+
+
 def paths(
     m: inputs.AnyModel,
     given: inputs.Given | inputs.Prepared,
@@ -173,26 +199,90 @@ def looks(
     target: inputs.Target = None,
     pair: str | None = None,
     count: int = 20,
-) -> list[Edge]:
-    """Return what made a head look from one token at another: the parts before it that moved its log-odds.
+) -> Looks:
+    """Return what made a head look from one token at another: its score as a sum over pairs of parts.
 
-    An edge's value is the slope of the log-odds of the weight, times what the part carried. The arguments
-    are `prepare`'s, and a head by its name with its reader and source by their positions; `count` is how many
-    edges are kept, the largest first.
+    The arguments are `prepare`'s, and a head by its name with its reader and source by their positions;
+    `count` is how many terms and edges are kept, the largest first.
     """
     prepared = inputs.prepare(m, given, target, pair)
-    config = prepared.m.config
-    (looking,) = names.find_heads(config, [head])
-    known = names.patterned(config, required=False)
+    (looking,) = names.find_heads(prepared.m.config, [head])
+    known = names.patterned(prepared.m.config, required=False)
     refuse(
         looking.part not in {attention.part for attention in known},
         f"head {head} has no attention pattern to look into",
     )
     refuse(
-        f"{looking.part}.scores" not in tap_names(config),
+        f"{looking.part}.scores" not in tap_names(prepared.m.config),
         f"head {head} has no scores, by which it would look at one token and not at another: its shares come "
         "from features",
     )
+    queries, keys = prepared.queries_and_keys(looking.kind)
+    _check_place(reader, len(queries), "reader")
+    _check_place(source, len(keys), "source")
+    try:
+        held.refuse_bent(prepared.model)
+        held.refuse_unscored(prepared, looking.part)
+    except InputError as why:
+        edges = _odds_by_slope(prepared, looking, reader, source, count)
+        return Looks(str(looking), reader, source, math.nan, math.nan, (), math.nan, tuple(edges), str(why))
+    cut = held.kept_cut(prepared)
+    return _score_of(cut, looking, reader, source, count)
+
+
+def _score_of(cut: held.CutPass, looking: names.AttentionHead, reader: int, source: int, count: int) -> Looks:
+    """Return the score of one query and key as a sum over pairs of parts."""
+    scores, number = held.Scores.of(cut, looking.part), looking.number
+    q, k, total = scores.q[number, reader], scores.k[number, source], scores.total[number, reader, source]
+    factor = scores.factor if isinstance(scores.factor, float) else scores.factor[number, reader, source]
+    group = number * cut[f"{looking.part}.k"].shape[1] // len(scores.q)
+    sides, edges = [], list[Edge]()
+    for tap, head, place, own, other in (("q", number, reader, q, k), ("k", group, source, k, q)):
+        x = cut[f"{looking.part}.{tap}"]
+        back = torch.zeros(len(own), *x.shape[1:], dtype=x.dtype, device=x.device)
+        back[:, head, place] = torch.eye(len(own)).to(x)
+        before = cut.slopes([x], [back[:, None]], cut.before(f"{looking.part}.out"))
+        slopes = {name: slope[:, place] for name, slope in before.items()}  # E D
+        parts: dict[str, Tensor] = {}  # by part, E: what it makes of the query, or of the key
+        for name, slope in slopes.items():
+            if not slope.any():
+                continue
+            short = name.replace("blocks.", "").replace(".feedforward.out", "")
+            if not name.endswith(held.HEADS):
+                part = name if name.endswith("embedding") else f"feedforward {short}"
+                parts[part] = slope @ cut.leaves[name][0, place].detach()
+                edges.append(Edge(part, place, place, float(factor * (parts[part] @ other))))
+                continue
+            attention = next(
+                each for each in names.patterned(cut.prepared.m.config) if f"{each.part}.out" == name
+            )
+            weight, z = cut.weight_out(name), cut[f"{attention.part}.z"][0, :, place].detach()
+            added = torch.einsum("he,hed,fd->hf", z, weight, slope)
+            parts |= {f"{attention}.{each}": x for each, x in enumerate(added)}
+            slope_z = torch.einsum("f,fd,hed->he", factor * other, slope, weight)[:, None]
+            table = _carried(cut.seen, attention, slope_z, torch.tensor([place]), lambda x: x.detach())
+            edges += [
+                Edge(f"{attention}.{each}", place, column, value)
+                for each, _, column, value in _cells(table, count)
+            ]
+        parts["bias"] = own - sum(parts.values(), torch.zeros_like(own))
+        sides.append(parts)
+    table = factor * (torch.stack(list(sides[0].values())) @ torch.stack(list(sides[1].values())).T)
+    cells = [(list(sides[0])[row], list(sides[1])[column], value)
+             for _, row, column, value in _cells(table[None], count)]  # fmt: skip
+    position = float(total) - float(factor * (q @ k))
+    terms = tuple(ScoreTerm(*cell) for cell in cells if cell[2])
+    rest = float(table.sum()) - math.fsum(term.value for term in terms)
+    kept = _largest((edge for edge in edges if edge.value), count)
+    return Looks(str(looking), reader, source, float(total), position, terms, rest, tuple(kept), None)
+
+
+def _odds_by_slope(
+    prepared: inputs.Prepared, looking: names.AttentionHead, reader: int, source: int, count: int
+) -> list[Edge]:
+    """Return what moved the log-odds of a weight: the slope times what earlier parts carried."""
+    config = prepared.m.config
+    known = names.patterned(config, required=False)
     stacks = {spec.prefix: spec for spec in config.stacks}
     others = [
         f"{prefix}{tap}"
@@ -203,8 +293,6 @@ def looks(
     seen = prepared.record_graph(f"{looking.part}.scores", *taps, *others)
     with torch.enable_grad():
         scores = seen[f"{looking.part}.scores"][0, looking.number]
-        _check_place(reader, len(scores), "reader")
-        _check_place(source, scores.shape[1], "source")
         rest = scores[reader].index_fill(0, torch.tensor([source], device=scores.device), -math.inf)
         odds = scores[reader, source] - rest.logsumexp(0)
         wanted = [

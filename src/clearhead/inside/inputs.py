@@ -417,7 +417,8 @@ class CachedPass(Prepared):
 
     def forget_graph(self) -> None:
         """Free what gradients are taken of, which is most of the memory."""
-        self.__dict__.pop("_graph", None)
+        for name in ("_graph", "_cut"):
+            self.__dict__.pop(name, None)
 
     def record_graph(self, last: str, *patterns: str) -> Recording:
         """Return activations with their autograd graph; for a long text, only those before `last`."""

@@ -395,7 +395,7 @@ class PageRun:
 
     def looks(self, head: str, reader: int, source: int) -> dict[str, Any]:
         """Return what made a head look from one token at another."""
-        return {"edges": plain(looks(self.m, self.prepared, head, reader, source))}
+        return looks(self.m, self.prepared, head, reader, source).to_dict()
 
     def stops(self, head: str, reader: int) -> dict[str, Any]:
         """Return one head at one reader, stop by stop."""

@@ -21,6 +21,7 @@ import torch
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.inside.checks.edges import edge_rows
+from clearhead.inside.checks.effects import effects_rows
 from clearhead.inside.checks.features import feature_rows
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
 from clearhead.inside.checks.rows import (
@@ -92,6 +93,7 @@ def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
         *forward_rows(inputs),
         *training_rows(inputs),
         *inside_rows(inputs, compile),
+        *effects_rows(inputs),
         *edge_rows(inputs),
         *feature_rows(inputs),
     ]

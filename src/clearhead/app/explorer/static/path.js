@@ -236,7 +236,7 @@ export const pathSection = {
       showKey();
       shown.textContent = `${least.value} %`;
       const direct = visible();
-      const steps = direct.slice(0, PATH_LISTED).flatMap((edge, number) => ((number < PATH_WHY || number === chosen) && reasons.get(keyOf(edge)) || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true }))).filter((one, place, all) => all.findIndex((other) => keyOf(other) === keyOf(one)) === place);
+      const steps = direct.slice(0, PATH_LISTED).flatMap((edge, number) => ((number < PATH_WHY || number === chosen) && reasons.get(keyOf(edge))?.edges || []).filter((one) => one.value > 0 && pathPlace(one.part) && one.reader !== one.source).slice(0, 2).map((one) => ({ ...pathSides(one), why: true }))).filter((one, place, all) => all.findIndex((other) => keyOf(other) === keyOf(one)) === place);
       const edges = [...direct, ...steps].map((edge) => ({ ...edge, words: words(edge) }));
       const reader = run.columns.length === run.tokens.labels.length ? body.column : body.rows[0];
       const layers = lens ? lens.layers : ["embedding", ...Array.from({ length: app.store.get("model").layers }, (_, layer) => `block ${layer}`)];
@@ -313,7 +313,7 @@ export const pathSection = {
     async function reasonsOf(run, edge, idle = false) {
       const [key, kept] = [keyOf(edge), reasons];
       if (idle) await app.source.idle();
-      if (!kept.has(key)) kept.set(key, (await app.source.get(`run/${run.run}/looks/${key}`)).edges);
+      if (!kept.has(key)) kept.set(key, await app.source.get(`run/${run.run}/looks/${key}`));
       return kept.get(key);
     }
 
@@ -325,9 +325,9 @@ export const pathSection = {
       chosen = number;
       const run = app.store.get("run");
       return askWhy(async (wait) => {
-        const found = (await wait(reasonsOf(run, edge))).slice(0, 6);
+        const body = await wait(reasonsOf(run, edge)), found = body.edges.slice(0, 6);
         const said = (one) => { const side = pathSides(one); const where = one.reader === one.source ? ["at ", named(side.to, one.reader)] : ["brought ", named(side.from, one.source), " to ", named(side.to, one.reader)]; return el("li", { "data-part": one.part }, el("span", { class: "mono" }, pathPlace(one.part) ? `head ${one.part}` : one.part), ` ${where[0]}`, el("span", { class: "mono" }, where[1]), where[2] || null, where[3] ? el("span", { class: "mono" }, where[3]) : null, ` (${where.length > 2 ? `${one.source} to ${one.reader}` : one.reader}): `, el("span", { class: "mono", "data-value": one.value }, `${one.value < 0 ? "" : "+"}${figure(one.value)}`)); };
-        replace(why, el("h3", {}, `Why head ${edge.part} looks from “${named(edge.to, edge.reader)}” at “${named(edge.from, edge.source)}”`), el("p", { class: "soft" }, "What earlier parts add to the log-odds of looking there, by gradient × activation: first order, not a sum."), found.length ? el("ol", {}, found.map(said)) : el("p", { class: "soft" }, "Nothing comes before it but the tokens themselves."));
+        replace(why, el("h3", {}, `Why head ${edge.part} looks from “${named(edge.to, edge.reader)}” at “${named(edge.from, edge.source)}”`), el("p", { class: "soft" }, body.inexact ? "What earlier parts add to the log-odds of looking there, by gradient × activation: first order, not a sum." : [`The score is `, el("span", { class: "mono", id: "why-score" }, figure(body.score)), ", a sum over what earlier parts put into the query and into the key. The largest of either side:"]), found.length ? el("ol", {}, found.map(said)) : el("p", { class: "soft" }, "Nothing comes before it but the tokens themselves."));
         draw();
       });
     }

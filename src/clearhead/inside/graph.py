@@ -1,0 +1,238 @@
+"""Attribution graphs: which parts, at which tokens, led to a token, and by way of which other parts.
+
+    found = graph(m, "The capital of France is", token=" Paris")
+    found.nodes[-1].value, found.logit                 # what the logit is made of
+    found.edges[0]                                     # source, target, kind, value, share of the influence
+    found.save("graph.json")
+    graph(m, "The capital of France is", verify=True).difference   # of each edge from its intervention
+
+A node is an embedding, a head, or a feed-forward, at one token; with `features` (or `neurons`) a feed-forward
+is its active features and an error, what they leave over. With patterns, norm sizes and gates held (`held`)
+all of them meet in sums. The last node is a logit, less the mean of all or that of one other choice, and
+
+    a node's value    what it adds to the logit, over all paths
+    an edge's value   what the target's value loses if it does not get what the source adds to it directly
+    a node's value  = its edges from other nodes + `others`, from what is left out + `bias`
+
+A pattern that is held has no reasons. With `scores` a head has two more kinds of edges, "key" and "query":
+what a source adds to its scores, times what each score brought, the integrated gradient of the head's value
+between looking everywhere alike and looking where it does. A node's value then counts these ways too.
+
+Nodes and edges are pruned by influence, as in circuit-tracer: edges into a node are divided by the sum of
+their sizes, and a node's influence is its share of the logit over all paths.
+"""
+
+import copy
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from clearhead.core.transformer import Transformer
+from clearhead.errors import refuse
+from clearhead.hub.files import write_text
+from clearhead.inside import inputs, results
+from clearhead.inside.direct_effects import TINY, Effects, GraphEdge, Node
+from clearhead.inside.features.dictionary import Dictionary, load
+from clearhead.inside.held import CutPass, exact_copy, refuse_unscored
+from clearhead.inside.logit_attribution import Compared, LogitQuery
+from clearhead.variants.contexts import tap_names
+
+CANDIDATES = 600  # nodes of the largest values, among which edges are computed
+
+
+@dataclass(frozen=True)
+class Graph(results.Result, Compared):
+    """The nodes and edges that led to a logit, as far as they are kept."""
+
+    tokens: tuple[str, ...]
+    source_tokens: tuple[str, ...]
+    column: int
+    choice: str
+    against: str | None
+    centred: bool
+    probability: float | None
+    logit: float
+    nodes: tuple[Node, ...]  # in the order of the forward pass; the logit is the last
+    edges: tuple[GraphEdge, ...]  # the most influential first
+    kept_nodes: float  # share of the influence of all nodes
+    kept_edges: float
+    scores: bool
+    # The largest difference of a node or an edge from its intervention, as a share of the largest edge.
+    difference: float | None = None
+
+    def node(self, name: str) -> Node:
+        """Return a node by its id."""
+        known = {node.id: node for node in self.nodes}
+        refuse(name not in known, f'the graph has no node "{name}": nodes are called as {self.nodes[0].id}')
+        return known[name]
+
+    def merged(self, groups: Mapping[str, Sequence[str]]) -> "Graph":
+        """Return a graph in which each group is one node, by its name; edges within a group are left out."""
+        home = {node: name for name, some in groups.items() for node in some}
+        for name, some in groups.items():
+            refuse(not some, f'the group "{name}" has no nodes')
+        for node in home:
+            refuse(
+                self.node(node).kind == "logit", "the logit is what all others lead to: leave it by itself"
+            )
+        together = defaultdict[str, list[Node]](list)
+        for own in self.nodes:
+            together[home.get(own.id, own.id)].append(own)
+        nodes = [some[0] if some[0].id == name else _group(name, some) for name, some in together.items()]
+        sums = defaultdict[tuple[str, str, str], list[float]](lambda: [0.0, 0.0])
+        for edge in self.edges:
+            ends = home.get(edge.source, edge.source), home.get(edge.target, edge.target)
+            if ends[0] != ends[1]:
+                both = sums[*ends, edge.kind]
+                both[0] += edge.value
+                both[1] += edge.influence
+        edges = [GraphEdge(*ends, value, influence) for ends, (value, influence) in sums.items()]
+        return replace(self, nodes=tuple(nodes), edges=_strongest(edges))
+
+    def save(self, path: str | Path) -> Path:
+        """Write the graph as JSON."""
+        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+        return Path(path)
+
+
+def _group(name: str, nodes: Sequence[Node]) -> Node:
+    """Return one node for several, where the last of them is."""
+    positions = {node.position for node in nodes}
+    sums = {
+        figure: sum(getattr(node, figure) for node in nodes)
+        for figure in ("value", "influence", "others", "bias")
+    }
+    position = nodes[-1].position if len(positions) == 1 else None
+    return replace(nodes[-1], id=name, kind="group", label=name, position=position, activation=None, **sums)
+
+
+def _strongest(edges: Iterable[GraphEdge]) -> tuple[GraphEdge, ...]:
+    return tuple(sorted(edges, key=lambda edge: (-edge.influence, -abs(edge.value))))
+
+
+# Building ---------------------------------------------------------------------------------------------------
+
+
+def _dictionaries(model: Transformer, features: Sequence[str | Path | Dictionary]) -> dict[str, Dictionary]:
+    """Return dictionaries by the feed-forward output that they write."""
+    found: dict[str, Dictionary] = {}
+    for given in features:
+        own = copy.deepcopy(given if isinstance(given, Dictionary) else load(given)).double().cpu()
+        part = own.out.removesuffix(".out")
+        refuse(
+            len(own.reads) > 1 or not part.endswith(".feedforward") or own.at not in (own.out, f"{part}.in"),
+            "a graph takes dictionaries of the output of a feed-forward, read from it or from its input: "
+            f"this one reads {own.at} and writes {own.out}",
+        )
+        refuse(own.out not in tap_names(model), f"this model has no {own.out}, which the dictionary writes")
+        refuse(own.out in found, f"two dictionaries are of {own.out}: give one")
+        found[own.out] = own
+    return found
+
+
+def _influence(tables: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the influence of each node [N], and of each edge of all kinds [N + 1, N]."""
+    sizes = torch.stack(list(tables.values())).abs().sum(0)
+    shares = sizes / sizes.sum(1, keepdim=True).clamp(min=TINY)
+    influence, reached = torch.zeros(shares.shape[1], dtype=shares.dtype), shares[-1]
+    while float(reached.sum()) > 1e-9:  # a step for each edge of the longest path
+        influence += reached
+        reached = reached @ shares[:-1]
+    return influence, torch.cat([influence, influence.new_ones(1)])[:, None] * shares
+
+
+def _most(influence: Tensor, share: float, count: int) -> tuple[Tensor, float]:
+    """Return which few carry a share of the influence, in order of it, and the share that they do carry."""
+    order = influence.argsort(descending=True)
+    carried = influence[order].cumsum(0) / influence.sum().clamp(min=TINY)
+    kept = min(int((carried < share - 1e-12).sum()) + 1, count, int((influence > 0).sum()))
+    return order[:kept], float(carried[kept - 1]) if kept else 0.0
+
+
+def graph(
+    m: inputs.AnyModel,
+    given: inputs.Given | inputs.Prepared,
+    token: str | int | None = None,
+    position: int = -1,
+    target: inputs.Target = None,
+    against: str | int | None = None,
+    pair: str | None = None,
+    *,
+    features: Sequence[str | Path | Dictionary] = (),
+    neurons: bool = False,
+    scores: bool = False,
+    node_share: float = 0.8,
+    edge_share: float = 0.95,
+    nodes: int = 50,
+    verify: bool = False,
+) -> Graph:
+    """Return the attribution graph of a logit, pruned. The model is copied in float64.
+
+    Args:
+        m, given, token, position, target, against, pair: as for `contributions`.
+        features: folders of sparse dictionaries, or dictionaries, of feed-forwards; others stay whole.
+        neurons: take the other feed-forwards apart into their neurons.
+        scores: also show what made heads look where they look.
+        node_share, edge_share: keep the fewest nodes, and edges among them, that carry so much influence.
+        nodes: keep at most so many.
+        verify: test every node and edge that is kept by an intervention: see `Graph.difference`.
+    """
+    for name, share in (("node_share", node_share), ("edge_share", edge_share)):
+        refuse(not 0 < share <= 1, f"{name} {share} must be a share above 0, and 1 at most")
+    refuse(nodes < 1, f"nodes {nodes} keeps nothing: choose 1 or more")
+    prepared = exact_copy(inputs.prepare(m, given, target, pair))
+    if scores:
+        refuse_unscored(prepared)
+    query = LogitQuery.of(prepared.m, prepared, token, position, against=against, parts=False)
+    dictionaries = _dictionaries(prepared.model, features)
+    cut = CutPass.of(prepared, "v", "pattern", *(("q", "k", "scores") if scores else ()))
+    effects = Effects(query, cut, dictionaries, neurons, scores)
+    some = effects.candidates(CANDIDATES)
+    tables, sums = effects.edges(some)
+    influence, of_edges = _influence(tables)
+    kept, node_kept = _most(influence, node_share, nodes)
+    kept = kept.sort().values
+    rows = torch.cat([kept, torch.tensor([len(some)])])
+    inner = of_edges[rows][:, kept]
+    strongest, edge_kept = _most(inner.flatten(), edge_share, inner.numel())
+    named = [replace(some[number].node, influence=float(influence[number])) for number in kept.tolist()]
+    named.append(_logit_node(query))
+    edges, incoming = [], torch.zeros(len(rows), dtype=torch.float64)
+    for row, column in ((int(cell) // len(kept), int(cell) % len(kept)) for cell in strongest):
+        number, source = int(rows[row]), int(kept[column])
+        total = sum(float(table[number, source].abs()) for table in tables.values())
+        for kind, table in tables.items():
+            if value := float(table[number, source]):
+                share = float(inner[row, column]) * abs(value) / total
+                edges.append(GraphEdge(named[column].id, named[row].id, kind, value, share))
+                incoming[row] += value if kind == "value" else 0
+    for row, node in enumerate(named):
+        if node.kind not in ("embedding", "error"):
+            total = float(sums[rows[row]])
+            named[row] = replace(node, others=total - float(incoming[row]), bias=node.value - total)
+    chosen = [some[number] for number in kept.tolist()]
+    return Graph(
+        tokens=prepared.tokens.labels,
+        source_tokens=() if prepared.source_tokens is None else prepared.source_tokens.labels,
+        column=query.column,
+        choice=query.name,
+        against=query.against,
+        centred=query.centred,
+        probability=query.probability,
+        logit=query.logit,
+        nodes=tuple(named),
+        edges=_strongest(edges),
+        kept_nodes=node_kept,
+        kept_edges=edge_kept,
+        scores=scores,
+        difference=effects.differences(chosen, edges) if verify else None,
+    )
+
+
+def _logit_node(query: LogitQuery) -> Node:
+    return Node("logit", "logit", None, int(query.read.rows[-1]), query.name, "", query.logit, 1.0)

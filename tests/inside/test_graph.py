@@ -1,0 +1,194 @@
+"""Attribution graphs and scores: sums, and every node and edge by an intervention, for all three families."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import clearhead as ch
+from clearhead.app.plot.graph import draw_graph
+from clearhead.inside.attribution import looks
+from clearhead.inside.features.dictionary import Dictionary
+from clearhead.inside.held import CutPass, exact_copy, holding, part_of
+from clearhead.inside.inputs import prepare
+from clearhead.inside.logit_attribution import LogitQuery
+from tests.harness import build
+from tests.inside.test_lens import HEADS, IDS, PLACES, inputs
+
+CASES = {
+    **{f"decoder, {place}": changes for place, changes in PLACES.items()},
+    "encoder": {"family": "encoder", "norm_position": "post"},
+    "both": {"family": "encoder-decoder"},
+    "rope, sink": {"positions": "rope", "attention_sink": True, "n_kv_heads": 2, "qk_norm": "head"},
+    "gate": {"attention_gate": True, "gated": True, "positions": "alibi", "attention_softcap": 2.0},
+    **{name: HEADS[name] for name in ("classifier, mean", "span", "image", "shared layers", "pruned")},
+}
+
+
+@pytest.mark.ledger("T3")
+@pytest.mark.parametrize("name", CASES)
+def test_every_edge_by_an_intervention(name):
+    """Without a node, what its targets read changes by the edge, and the logit by its value."""
+    model = build(**CASES[name])
+    given, more = inputs(model.config)
+    for scores in (False, True):
+        found = ch.graph(model, given, 0, **more, scores=scores, verify=True, nodes=30)
+        assert found.difference is not None and found.difference < 1e-10
+        assert len(found.edges) > 5 and (len({edge.kind for edge in found.edges}) == 3) == scores
+        for node in found.nodes:
+            into = sum(edge.value for edge in found.edges if edge.target == node.id and edge.kind == "value")
+            if node.kind not in ("embedding", "error") and (not scores or node.kind == "logit"):
+                assert node.value == pytest.approx(into + node.others + node.bias, abs=1e-10)
+
+
+@pytest.mark.ledger("T3")
+@pytest.mark.parametrize("name", ["decoder, sandwich", "encoder", "both", "gate"])
+def test_biases_are_what_is_left_when_nothing_is_added(name):
+    """With all nodes kept, edges and the bias are all there is; the bias: a pass without any node."""
+    model = build(**{"bias": True, **CASES[name]}) if name == "decoder, sandwich" else build(**CASES[name])
+    with torch.no_grad():
+        for weight in (w for key, w in model.named_parameters() if key.endswith("bias")):
+            weight.normal_()
+    given, more = inputs(model.config)
+    found = ch.graph(model, given, 0, **more, node_share=1, edge_share=1, nodes=10_000)
+    logit = found.nodes[-1]
+    assert logit.others == pytest.approx(0, abs=1e-9)
+    prepared = exact_copy(prepare(model, given, **more))
+    query = LogitQuery.of(prepared.m, prepared, 0, -1, parts=False)
+    cut = CutPass.of(prepared)
+    nothing = {tap: (lambda x, tap=tap: cut.bias_out(tap).expand_as(x)) for tap in cut.leaves}
+    with torch.no_grad(), holding(prepared.model):
+        prepared.run(logits="none")  # the first row is held: so both are one batch
+        both = {key: x.expand(2, *x.shape[1:]) for key, x in prepared.arguments.items()}
+        changes = {tap: (lambda x, tap=tap: torch.stack([x[0], nothing[tap](x)[1]])) for tap in nothing}
+        with ch.edit(prepared.model, changes):
+            hidden = prepared.model(**both, logits="none").hidden[1]
+    left = float((hidden[query.read.rows] * query.read.directions).sum())
+    left += query.read.transform + query.read.bias
+    assert logit.bias == pytest.approx(left, abs=1e-9)
+
+
+def dictionary(model, layer, kind, seed=0):
+    """Return a random dictionary of a feed-forward, in which about half of the features are active."""
+    D, N = model.config.d_model, 24
+    part, torch_seed = f"blocks.{layer}.feedforward", torch.Generator().manual_seed(seed)
+    reads = [f"{part}.out" if kind == "autoencoder" else f"{part}.in"]
+    made = Dictionary(kind, reads, [f"{part}.out"], D, D, N, k=8 if kind == "transcoder" else None)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=torch_seed))
+    return made
+
+
+@pytest.mark.ledger("T3")
+@pytest.mark.parametrize("kind", ["autoencoder", "transcoder", "skip-transcoder"])
+def test_features_and_errors_are_the_feedforward(kind):
+    model = build(gated=True)
+    own = dictionary(model, 0, kind)
+    found = ch.graph(model, IDS, 3, features=[own], node_share=1, edge_share=1, nodes=10_000, verify=True)
+    whole = ch.graph(model, IDS, 3, node_share=1, edge_share=1, nodes=10_000)
+    assert found.difference < 1e-10
+    kinds = {node.kind for node in found.nodes}
+    assert {"feature", "error"} <= kinds and ("skip" in kinds) == (kind == "skip-transcoder")
+    model = model.double()
+    with torch.no_grad(), ch.record(model, *own.reads) as seen:
+        model(torch.tensor([IDS]))
+    active = own.double().encode(seen[own.at][0]).detach()
+    for position in range(len(IDS)):
+        parts = [node for node in found.nodes if node.position == position and node.layer == 0]
+        parts = [node for node in parts if node.kind in ("feature", "error", "skip")]
+        for node in (node for node in parts if node.kind == "feature"):
+            number = int(node.id.partition("@")[0].rpartition(".")[2])
+            assert node.activation == pytest.approx(float(active[position, number]), abs=1e-6)
+    logits = found.nodes[-1]
+    assert logits.value == pytest.approx(whole.nodes[-1].value, abs=1e-6)
+
+
+def test_neurons_and_groups(tmp_path):
+    model = build()
+    found = ch.graph(model, IDS, 3, neurons=True, verify=True, nodes=40)
+    assert found.difference < 1e-10 and any(node.kind == "neuron" for node in found.nodes)
+    some = [node.id for node in found.nodes if node.kind in ("head", "neuron")][:4]
+    merged = found.merged({"mine": some})
+    assert len(merged.nodes) == len(found.nodes) - 3
+    for kind in ("source", "target"):
+        out = [edge for edge in found.edges if getattr(edge, kind) in some]
+        both = [edge for edge in out if edge.source in some and edge.target in some]
+        total = sum(edge.value for edge in out) - sum(edge.value for edge in both)
+        own = sum(edge.value for edge in merged.edges if getattr(edge, kind) == "mine")
+        assert own == pytest.approx(total, abs=1e-10)
+    body = json.loads(merged.save(tmp_path / "graph.json").read_text())
+    assert body["nodes"][-1]["id"] == "logit" and {"source", "target", "kind", "value"} <= {*body["edges"][0]}
+    assert draw_graph(merged).axes
+
+
+@pytest.mark.ledger("T5")
+@pytest.mark.parametrize("name", ["decoder, pre", "encoder", "both", "rope, sink", "gate"])
+def test_terms_add_up_to_the_score_and_each_part_is_what_goes_without_it(name):
+    model = build(**CASES[name]).double()
+    given, more = inputs(model.config)
+    head, part = ("cross.1.2", "blocks.1.cross") if more else ("1.2", "blocks.1.attention")
+    found = looks(model, given, head, 3, 2, **more, count=10_000)
+    prepared = prepare(model, given, **more)
+    with torch.no_grad(), ch.record(model, f"{part}.scores") as seen:
+        prepared.run()
+    score = float(seen[f"{part}.scores"][0, 2, 3, 2])
+    assert found.inexact is None and found.score == pytest.approx(score, abs=1e-12)
+    assert sum(term.value for term in found.terms) + found.position == pytest.approx(score, abs=1e-10)
+    cut, number = CutPass.of(prepared), 2
+    tap = "encoder.blocks.0.feedforward.out" if more else "blocks.0.feedforward.out"
+    stack, query = ("encoder.", "embedding") if more else ("", "feedforward 0")
+    vector = cut.leaves[tap][0, 2].detach()
+    held = {
+        other: (lambda x, own=own: own.detach().expand_as(x).clone()) for other, own in cut.leaves.items()
+    }
+
+    def without(x):
+        x = cut.leaves[tap].detach().expand_as(x).clone()
+        x[1, 2] -= vector
+        return x
+
+    both = {key: x.expand(2, *x.shape[1:]) for key, x in prepared.arguments.items()}
+    changes = ch.edit(model, {**held, tap: without})
+    with torch.no_grad(), holding(model), ch.record(model, f"{part}.q", f"{part}.k") as seen, changes:
+        model(**both, logits="none")
+    q, k = seen[f"{part}.q"][:, number, 3], seen[f"{part}.k"]
+    k = k[:, number * k.shape[1] // 4, 2]
+    module = part_of(model, f"{part}.out")
+    raw = q[0] @ (k[0] - k[1]) * (q.shape[-1] ** -0.5 if module.scale is None else module.scale)
+    if module.softcap is not None:
+        whole = q[0] @ k[0] * q.shape[-1] ** -0.5
+        raw = raw * module.softcap * torch.tanh(whole / module.softcap) / whole
+    name = f"feedforward {stack}0"
+    assert sum(term.value for term in found.terms if term.key == name) == pytest.approx(float(raw), abs=1e-10)
+    assert any(term.query == query for term in found.terms)
+    edge = next(edge for edge in found.edges if edge.part == name and edge.reader == 2)
+    assert edge.value == pytest.approx(float(raw), abs=1e-10)
+
+
+def test_what_is_no_linear_map_is_refused():
+    for changes, words in (
+        ({"n_experts": 3}, "mixtures of experts"),
+        ({"attention": "gated-delta", "positions": "none"}, "without an attention pattern"),
+    ):
+        with pytest.raises(ch.InputError, match=words):
+            ch.graph(build(**changes), IDS)
+    with pytest.raises(ch.InputError, match="keeps nothing"):
+        ch.graph(build(), IDS, nodes=0)
+    linear = build(attention="linear")
+    assert ch.graph(linear, IDS, verify=True).difference < 1e-10
+    with pytest.raises(ch.InputError, match="no product of one query and one key"):
+        ch.graph(linear, IDS, scores=True)
+    assert looks(build(n_experts=3), IDS, "1.0", 3, 2).inexact
+
+
+def test_the_command(shared, clearhead, tmp_path):
+    folder = shared / "weights" / "stories260K"
+    asked = ("graph", folder / "hf", "Once upon a", "--tokenizer", folder / "tok512.bin")
+    body = clearhead(*asked, "--verify --json --nodes 12").json
+    assert body["difference"] < 1e-9 and body["nodes"][-1]["id"] == "logit"
+    groups = ("--merge", f"first={body['nodes'][0]['id']}")
+    clearhead(*asked, *groups, "--plot", tmp_path / "g.svg")
+    assert (tmp_path / "g.svg").exists()
