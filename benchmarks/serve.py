@@ -48,29 +48,34 @@ def run_serve_mixes() -> None:
 
         python benchmarks/run.py serve_mixes [LAST] [FIRST]
 
-    Families, lengths, seeds, stop strings, cancellations, shared beginnings, pools so small that requests
-    are preempted. Ends with an error at the first request that differs, or at a block that is not given
-    back.
+    Families, lengths, seeds, every option of a request, cancellations, shared beginnings, pools so small
+    that requests are preempted; in turn plain, with draft tokens of the text itself, of a draft model, with
+    keys in 8 bits (in float64, where no last bit decides over a code) and with adapters that come and go.
+    Ends with an error at the first request that differs, or at a block that is not given back. With FIRST,
+    the recorded run is continued.
     """
-    numbers = [int(number) for number in sys.argv[1:]]
-    last, first = (
-        (*numbers, 2000, 0)[:2] if not numbers else (numbers[0], numbers[1] if len(numbers) > 1 else 0)
-    )
-    tokenizer, figures, start = bytes_tokenizer(), Counter(), time.process_time()
+    last, first = ([*map(int, sys.argv[1:])] + [2000, 0][len(sys.argv) - 1 :])[:2]
+    tokenizer, start = bytes_tokenizer(), time.process_time()
+    recorded, *others = json.loads(RESULT.read_text())["results"]
+    figures = Counter(recorded["figures"] if first else {})
+    before = figures.pop("seconds", 0)
     served = {shape: mixes.model(shape, tokenizer) for shape in mixes.SHAPES}
+    ways = mixes.ways(served)
     for number in range(first, last):
-        shape = list(served)[number % len(served)]
-        engine = mixes.mixed(served[shape], number)
+        shape, way = list(ways)[number % len(ways)]
+        engine = ways[shape, way](number)
         figures["mixes"] += 1
+        figures[way] += 1
         figures["requests"] += sum(engine.stats.ended.values())
         figures["cancelled"] += engine.stats.ended["cancelled"]
         figures["preempted"] += engine.stats.preempted
         figures["new tokens"] += engine.stats.new_tokens
+        figures["draft tokens"] += engine.stats.drafted
         figures["tokens found in the pool"] += engine.stats.prefix_found
         if number % 50 == 49 or number == last - 1:
-            seconds = round(time.process_time() - start)
-            body = {**figures, "different": 0, "first": first, "seconds": seconds, "models": list(served)}
-            RESULT.write_text(json.dumps(body, indent=1) + "\n")
+            seconds = before + round(time.process_time() - start)
+            body = {"figures": {**figures, "seconds": seconds}, "different": 0, "models": list(served)}
+            save("serve_mixes", [{"device": device_name(), **body}, *others])
             print(dict(figures), flush=True)
 
 

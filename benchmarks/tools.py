@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -495,3 +496,27 @@ def run_tools() -> None:
         given.out.write_text(json.dumps({**about, **body, "answers": kept}, indent=2) + "\n")
     if given.save:
         save("tools_smollm2", [{**about, **body}])
+
+
+def run_tool_schemas() -> None:
+    """Calls of 200 tools with random schemas, in the formats of five models: how many parse and validate.
+
+        python benchmarks/run.py tool_schemas [--save]
+
+    A model of random weights, which would write anything, must call each tool at temperature 1.
+    """
+    from tests.serve import test_tools
+
+    m, results = test_tools.random_model(), []
+    for name in test_tools.FORMATS:
+        counts = dict.fromkeys(("calls", "parse", "validate"), 0)
+        for tool, answer in test_tools.random_calls(m, name):
+            counts["calls"] += [call.name for call in answer.tool_calls] == [tool.name]
+            arguments = parsed(answer.tool_calls[0].arguments) if answer.tool_calls else None
+            counts["parse"] += arguments is not None
+            counts["validate"] += arguments is not None and test_tools.fits(arguments, tool.schema)
+        results.append({"format": name, "tools": test_tools.EACH, **counts})
+        print(results[-1], flush=True)
+    if "--save" in sys.argv:
+        totals = {key: sum(row[key] for row in results) for key in ("tools", "calls", "parse", "validate")}
+        save("tool_schemas", [{"device": device_name(), **totals, "formats": results}])

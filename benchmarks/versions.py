@@ -4,19 +4,27 @@
     python benchmarks/run.py versions ../before [--rounds 9] [--device cuda] [--save]
 
 Each version runs in a process of its own; they take turns round by round, so that noise falls on both alike.
-Only names that are public in both are used: decoding through `generate`, training through `ch.train`.
+Only names that are public in both are used: decoding through `generate`, training through `ch.train`, serving
+through `clearhead serve`. Of serving, the seconds are the server's processor seconds, and `p99` is the 99th
+percentile of the milliseconds between the events of eight streams.
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
+import http.client
+import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +33,7 @@ from benchmarks.common import case_command
 HERE = Path(__file__).resolve().parents[1]
 # By device: the jobs, with the rows of a batch.
 JOBS = {
-    "cpu": {"decode, batch 1": 1, "decode, batch 8": 8, "train": 8},
+    "cpu": {"decode, batch 1": 1, "decode, batch 8": 8, "train": 8, "serve": 8, "serve, a small model": 8},
     "cuda": {"decode, batch 1": 1, "decode, batch 32": 32, "train": 32},
 }
 GPT = {"vocab_size": 50257, "d_model": 768, "n_layers": 12, "n_heads": 12, "activation": "gelu_tanh"}
@@ -104,12 +112,60 @@ def train_job(batch: int, device: str) -> Callable[[], float]:
     return run
 
 
+def serve_job(streams: int, tokens: int, small: bool) -> Callable[[], tuple[float, float]]:
+    """Time streams over HTTP: processor seconds of the server, and the 99th percentile between events."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    import clearhead as ch
+
+    torch.manual_seed(0)
+    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    shape = {**GPT, **({"d_model": 64, "n_layers": 4, "n_heads": 4} if small else {}), "vocab_size": 256}
+    folder = tempfile.mkdtemp()
+    ch.Model(ch.Transformer(ch.ModelConfig(**shape)), tokenizer).save(folder)
+    command = [sys.executable, "-m", "clearhead", "serve", folder, "--port", "0", "--drain", "1"]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    atexit.register(server.terminate)
+    assert server.stderr is not None
+    port = next(int(found[1]) for line in server.stderr if (found := re.search(r"127.0.0.1:(\d+)/", line)))
+    body = {"max_tokens": tokens, "min_tokens": tokens, "temperature": 0.8, "stream": True}
+
+    def busy() -> float:
+        threads = Path(f"/proc/{server.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
+
+    def events(seed: int) -> list[float]:
+        """Return when the events of one stream came."""
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        given = {**body, "prompt": f"{seed} once upon a time", "seed": seed}
+        connection.request("POST", "/v1/completions", json.dumps(given), {"Content-Type": "application/json"})
+        return [time.perf_counter() for line in connection.getresponse() if line.startswith(b"data: {")]
+
+    def run() -> tuple[float, float]:
+        start = busy()
+        with ThreadPoolExecutor(streams) as several:
+            times = list(several.map(events, range(streams)))
+        gaps = sorted(after - one for row in times for one, after in pairwise(row))
+        return busy() - start, 1000 * gaps[round(0.99 * (len(gaps) - 1))]
+
+    return run
+
+
 def worker(job: str, device: str, tokens: int) -> None:
-    """Run the job once for each line that comes in, and answer with its seconds."""
+    """Run the job once for each line that comes in, and answer with what it measures, seconds first."""
     rows = JOBS[device][job]
-    run = train_job(rows, device) if job == "train" else decode_job(rows, device, tokens)
-    for _ in sys.stdin:
-        print(f"seconds {run()}", flush=True)
+    if job.startswith("serve"):
+        serving = serve_job(rows, tokens, small=job != "serve")
+        for _ in sys.stdin:
+            print("seconds {} {}".format(*serving()), flush=True)
+    else:
+        run = train_job(rows, device) if job == "train" else decode_job(rows, device, tokens)
+        for _ in sys.stdin:
+            print(f"seconds {run()}", flush=True)
 
 
 def main() -> None:
@@ -149,11 +205,13 @@ def main() -> None:
             for name, folder in (("before", options.before), ("now", HERE))
         }
         times: dict[str, list[float]] = {"before": [], "now": []}
+        gaps: dict[str, list[float]] = {"before": [], "now": []}
         for turn in range(options.rounds + 1):
             for name in list(workers) if turn % 2 else list(workers)[::-1]:
-                seconds = ask(workers[name])
+                seconds, *gap = ask(workers[name])
                 if turn:  # the first round is for warming up
                     times[name].append(seconds)
+                    gaps[name] += gap
         for process in workers.values():
             process.communicate()
         before, now = statistics.median(times["before"]), statistics.median(times["now"])
@@ -162,17 +220,24 @@ def main() -> None:
         print(f"{job:<18} before {before:.3f} s   now {now:.3f} s   now is {ratio:.3f} x as fast "
               f"({pairs[0]:.3f} to {pairs[-1]:.3f})", flush=True)  # fmt: skip
         results.append({"job": job, "seconds": times, "now_over_before": round(ratio, 4)})
+        if gaps["now"]:
+            of_gaps = statistics.median(old / new for old, new in zip(gaps["before"], gaps["now"]))
+            print(f"{'':<18} p99 between events: now is {of_gaps:.3f} x as fast", flush=True)
+            results[-1] |= {"p99_ms": gaps, "p99_now_over_before": round(of_gaps, 4)}
     if options.save:
         from benchmarks.common import device_name, save
 
-        save(f"versions_{options.device}", [{"device": device_name(), "jobs": results}])
+        serving = all(str(row["job"]).startswith("serve") for row in results)
+        save(
+            f"versions_{'serve' if serving else options.device}", [{"device": device_name(), "jobs": results}]
+        )
 
 
-def ask(process: subprocess.Popen[str]) -> float:
-    """Let a worker run its job once."""
+def ask(process: subprocess.Popen[str]) -> list[float]:
+    """Let a worker run its job once; return its seconds, and what else it measures."""
     assert process.stdin is not None and process.stdout is not None
     print("go", file=process.stdin, flush=True)
     for line in process.stdout:
         if line.startswith("seconds "):
-            return float(line.split()[1])
+            return [float(number) for number in line.split()[1:]]
     raise SystemExit("a worker ended before it answered")

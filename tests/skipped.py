@@ -23,6 +23,11 @@ GROUPS = (
         "clients that others wrote",
         "pip install --no-deps --target build/clients -r requirements-clients.txt",
     ),
+    (
+        "requirements-features",
+        "sparse features in SAELens",
+        "pip install --no-deps --target build/saelens -r requirements-features.txt",
+    ),
     (r"not installed|could not import|needs the", "other libraries", "pip install -e '.[all,dev]' ray"),
     (r"depend on the number of rows", "batch = alone by the library's own matmuls", "another processor"),
 )

@@ -102,6 +102,7 @@ OTHERS = {
     "parallel": {"parallel": True},
     "parallel, two norms": {"parallel": True, "parallel_norms": 2},
     "shared layers": {"layer_groups": 1, "d_embedding": 8},
+    "looped layers": {"loop": (1, 2, 2), "n_layers": 6, "positions": "rope"},
     "clamped gates": {
         **{"gated": True, "gated_clamp": 0.3, "gated_shift": 0.5, "activation": "quick_gelu"},
         **{"n_experts": 3, "router_bias": True, "attention_sink": True, "window": (4, None)},

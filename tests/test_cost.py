@@ -103,6 +103,7 @@ ODD: dict[str, ModelConfig] = {
     "routed-alibi-window": small.replace(depth_capacity=(1.0, 0.25, 0.5), positions="alibi", window=2),
     "routed-encoder": encoder.replace(depth_capacity=0.5, norm="rmsnorm"),
     "shared-layers": small.replace(layer_groups=2),
+    "looped": small.replace(loop=(0, 1, 2)),
     "shared-experts": small.replace(layer_groups=1, n_experts=3),
     "pruned": small.replace(pruned_heads={"blocks.0.attention": (0, 2), "blocks.2.attention": (1,)}),
     "pruned-groups": small.replace(n_kv_heads=2, pruned_heads={"blocks.1.attention": (2, 3)}),

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import clearhead as ch
+from clearhead.errors import InputError
 from tests.harness import V, build, config, differing, gradients, pad, some_ids, worst
 
 TOLERANCE = 1e-5
@@ -106,6 +107,36 @@ def test_shared_layers(family):
     assert torch.equal(shared(some_ids(), **given).logits, copied(some_ids(), **given).logits)
     assert len(shared.main.blocks) == 2
     assert not differing(shared, some_ids(), **given)
+
+
+@pytest.mark.ledger("W6")
+def test_looped_layers(tmp_path):
+    """A span used n times equals its layers written out, with n chosen at run time, and from a cache."""
+    m = ch.Model(build(n_layers=6, loop=(1, 2, 2), positions="rope").eval())
+    assert len(m.model.main.blocks) == 4
+    weights, ids = m.model.state_dict(), some_ids()
+    m.save(tmp_path)
+    for times in (1, 2, 3):
+        looped, order = m.looped(times).model, [0, *[1, 2] * times, 3]
+        plain = build(n_layers=len(order), positions="rope").eval()
+        copied = {}
+        for name in plain.state_dict():
+            parts = name.split(".")
+            if "blocks" in parts:
+                at = parts.index("blocks") + 1
+                parts[at] = str(order[int(parts[at])])
+            copied[name] = weights[".".join(parts)]
+        plain.load_state_dict(copied)
+        assert torch.equal(looped(ids).logits, plain(ids).logits)
+        made, wanted = (
+            ch.Model(model).generate([1, 2, 3], max_new_tokens=6).ids for model in (looped, plain)
+        )
+        assert made == wanted
+        assert not differing(looped, ids)
+        assert looped.head.out.weight is m.model.head.out.weight
+        assert torch.equal(ch.load(tmp_path).looped(times).model(ids).logits, plain(ids).logits)
+    with pytest.raises(InputError, match="no loop of layers"):
+        ch.Model(build()).looped(2)
 
 
 # Pruning ----------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 They are read off our bodies and off the types of the packages that clients are made of. A body is a row of
 `BODIES`; `docs/reference/fields.md` shows its table between `<!-- table: fields NAME -->` and `<!-- end -->`.
+Bodies that count tokens have none: they take a part of another one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-SERVE, OPENAI = "clearhead.run.serve", "openai.types"
+SERVE, OPENAI, ANTHROPIC = "clearhead.run.serve", "openai.types", "anthropic.types"
 
 
 class Api(NamedTuple):
@@ -38,6 +39,36 @@ BODIES = {
         f"{SERVE}.protocol:EmbeddingsBody",
         f"{OPENAI}.embedding_create_params:EmbeddingCreateParams",
     ),
+    "responses": Api(
+        "/v1/responses",
+        f"{SERVE}.responses_body:ResponsesBody",
+        f"{OPENAI}.responses.response_create_params:ResponseCreateParamsStreaming",
+    ),
+    "input_tokens": Api(
+        "/v1/responses/input_tokens",
+        f"{SERVE}.responses_body:InputBody",
+        f"{OPENAI}.responses.input_token_count_params:InputTokenCountParams",
+    ),
+    "messages": Api(
+        "/v1/messages",
+        f"{SERVE}.messages:MessagesBody",
+        f"{ANTHROPIC}.beta.message_create_params:MessageCreateParamsStreaming",
+    ),
+    "count_tokens": Api(
+        "/v1/messages/count_tokens",
+        f"{SERVE}.messages:CountBody",
+        f"{ANTHROPIC}.beta.message_count_tokens_params:MessageCountTokensParams",
+    ),
+    "transcriptions": Api(
+        "/v1/audio/transcriptions",
+        f"{SERVE}.audio:TranscriptionBody",
+        f"{OPENAI}.audio.transcription_create_params:TranscriptionCreateParamsStreaming",
+    ),
+    "translations": Api(
+        "/v1/audio/translations",
+        f"{SERVE}.audio:AudioBody",
+        f"{OPENAI}.audio.translation_create_params:TranslationCreateParams",
+    ),
 }
 WORKS, EXTRA, UNUSED, REFUSED = "works", "works, an extension", "no effect", "refused by name"
 
@@ -57,8 +88,8 @@ def class_of(place: str) -> Any:
 
 
 def client_fields(api: Api) -> list[str]:
-    """Return the fields that the client sends."""
-    return list(class_of(api.theirs).__annotations__)
+    """Return the fields that the client sends; `betas` is a header."""
+    return [name for name in class_of(api.theirs).__annotations__ if name != "betas"]
 
 
 def api_fields(api: Api) -> list[ApiField]:
@@ -68,13 +99,16 @@ def api_fields(api: Api) -> list[ApiField]:
     parts, own = schema.get("$defs", {}), schema["properties"]
     found = []
     for name in [*theirs, *(name for name in own if name not in theirs)]:
-        if name in own:
+        if name == "file":
+            found.append(ApiField(name, WORKS, "file"))
+        elif name in own and not own[name].get("refused"):
             status = WORKS if name in theirs else EXTRA
             found.append(ApiField(name, status, values(own[name], parts)))
         elif name in body.unused:
             found.append(ApiField(name, UNUSED, "any"))
         else:
-            taken = ", ".join(f"`{json.dumps(value)}`" for value in (None, *body.no_ops[name]))
+            no_ops = () if name in own else body.no_ops[name]
+            taken = ", ".join(f"`{json.dumps(value)}`" for value in (None, *no_ops))
             found.append(ApiField(name, REFUSED, f"{taken} only"))
     return found
 

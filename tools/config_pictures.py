@@ -534,7 +534,7 @@ class Drawn(NamedTuple):
 
 
 PICTURES = {
-    "size": Drawn(draw_size, "vocab_size d_model n_layers d_ff layer_groups"),
+    "size": Drawn(draw_size, "vocab_size d_model n_layers d_ff layer_groups loop"),
     "families": Drawn(
         draw_families,
         "family n_encoder_layers n_encoder_heads d_encoder_head d_encoder_ff source_vocab_size "

@@ -60,7 +60,7 @@ def test_drawers_show_neurons_a_map_and_steering(watched, served):
     seen.read(text)
     seen.look("drawers", "summary")
     for name in ("neurons", "map", "steer"):
-        seen.page.locator(f"#drawer-{name} > summary").click()
+        seen.page.evaluate("id => { document.getElementById(id).open = true; }", f"drawer-{name}")
     seen.page.locator("[data-neuron]").first.wait_for()
     found = firing(m, text, count=8)
     assert seen.data("[data-neuron]", "neuron") == [one.name for one in found.neurons]

@@ -38,7 +38,7 @@ GROWING, RING, FIXED = (
 STREAMED = {"streamed = kept"}
 CROPPED = {"cached = recomputed (cropped)"}
 NEW = {"saved = loaded", "resumed = uninterrupted"}  # rows that build the model anew
-DROPPED = {"saved = loaded", "accumulated = whole", "pruned = masked"}
+DROPPED = {"saved = loaded", "accumulated = whole", "pruned = masked", "sampled = trained"}
 EDGES = {"circuit of all edges = model", "circuit of no edges = corrupt run", "one edge cut = by hand"}
 NOTHING_RANDOM = {"repeated = once", "fused = eager", "batched = alone", "past = whole", "fast copy = model"}
 NOTHING_RANDOM |= EDGES | {"integrated gradients = difference", "contributions = logit"}

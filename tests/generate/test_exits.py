@@ -22,6 +22,7 @@ CASES = {
     "state spaces": {"attention": ("mamba2(d_state=3)", "conv", "none", "full"), "feedforward_skips": (0,)},
     "latent": LATENT,
     "shared": {"layer_groups": 2, "qk_norm": "full"},
+    "looped": {"loop": (1, 1, 2), "positions": "rope"},
 }
 PROMPT = [1, 2, 3]
 

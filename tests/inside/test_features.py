@@ -1,4 +1,8 @@
-"""Sparse features: planted ones are found, edits equal the formulas, SAELens reads and writes the same."""
+"""Sparse features: planted ones are found, edits equal the formulas, SAELens reads and writes the same.
+
+pip install --no-deps --target build/saelens -r requirements-features.txt
+PYTHONPATH=build/saelens:src python -m pytest tests/inside/test_features.py
+"""
 
 from __future__ import annotations
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 import clearhead as ch
-from clearhead.run.serve.adapters import Updates
+from clearhead.learn.training.weights import add_lora
+from clearhead.run.kernels.lora import merge
+from clearhead.run.serve.adapters import Updates, updates_of
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import ServeOptions
@@ -60,6 +64,32 @@ def options(draw: random.Random) -> dict:
         made["stop"] = [chr(draw.randint(32, 126)) for _ in range(3)]
     if draw.random() < 0.3:
         made |= {"logprobs": True, "alternatives": draw.randint(0, 3)}
+    return made
+
+
+HELD = (  # what answers are held to
+    {"regex": "[a-z]{2,9}( [0-9]{1,3}){1,2}"},
+    {"json_schema": '{"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}'},
+    {"grammar": 'start: "yes" | "no" ("!")+'},
+)
+
+
+def further_options(draw: random.Random) -> dict:
+    """Options that `options` leaves out: what ends a text, what holds it to a grammar, how it is reported."""
+    if draw.random() < 0.3:  # these may leave no token together with what else is drawn below
+        return {**draw.choice(HELD), "no_repeat_ngram": 0, "logit_bias": ()}
+    made = {}
+    for name, values in {
+        "typical_p": (0.5, 0.9),
+        "min_new_tokens": (2, 9),
+        "stop_tokens": ([40, 65, 70, 90, 100, 120],),
+        "presence_penalty": (-0.5, 1.0),
+        "seconds": (1e6,),
+        "skip_special_tokens": (False,),
+        "lookup": (0, 2),
+    }.items():
+        if draw.random() < 0.25:
+            made[name] = draw.choice(values)
     return made
 
 
@@ -128,13 +158,15 @@ def mixed(
     tuned: list[tuple[Updates, ch.Model]] | None = None,
     engine: ServeEngine | None = None,
     most: float = 1e-4,
+    every: bool = False,
 ) -> ServeEngine:
     """Serve a random mix, and compare each request that was not cancelled with the same one alone.
 
     `guessing`: texts repeat themselves, and every guess is read, however little it pays; so are those of a
     `draft` model. `cache`: how keys are kept, in the engine and alone. `tuned`: adapters and the models
     with them, of which one is loaded under a name, or unloaded, before a request comes. `engine`: of the
-    same model, split over processes. `most`: the largest difference of log-probabilities.
+    same model, split over processes. `most`: the largest difference of log-probabilities. `every`: draw
+    further options, too.
     """
     draw = random.Random(seed)
     own = limits(draw, next(m.model.parameters()).is_cuda, exact=exact, cache=cache)
@@ -149,7 +181,7 @@ def mixed(
         if number >= late:  # they come while others run
             for _ in range(draw.randint(0, 4)):
                 engine.step()
-        asked = options(draw)
+        asked = options(draw) | (further_options(draw) if every else {})
         if guessing and "temperature" in asked:
             asked["temperature"] = draw.choice([0.05, 0.3, 1.0])
         if tuned:
@@ -171,6 +203,7 @@ def mixed(
         found = seq.wait(0)
         if number in cancelled and found.stop_reason == "cancelled":
             continue
+        asked.pop("lookup", None)  # `generate` would draft so, too: alone it is plain decoding
         alone = models[number].generate(text, num_beams=1, cache=cache, **asked)
         same = (found.ids, found.text, found.stop_reason) == (alone.ids, alone.text, alone.stop_reason)
         assert same, f"seed {seed}, request {number}: {found} served, {alone} alone"
@@ -181,3 +214,33 @@ def mixed(
     assert engine.pool is not None
     assert engine.pool.used == 0
     return engine
+
+
+def tuned(m: ch.Model, seed: int, targets: tuple[str, ...]) -> ch.Model:
+    """The same model with a low-rank update, merged as a run of training leaves it."""
+    other = copy.deepcopy(m)
+    add_lora(other.model, 2, 4.0, targets)
+    draw = torch.Generator().manual_seed(seed)
+    for name, parameter in other.model.named_parameters():
+        if name.endswith((".a", ".b")):
+            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.6
+    merge(other.model)
+    return other
+
+
+def ways(served: dict[str, ch.Model]) -> dict[tuple[str, str], Callable[[int], ServeEngine]]:
+    """Every way in which a model of each shape can be served, as functions of a seed: see `mixed`."""
+    found: dict[tuple[str, str], Callable[[int], ServeEngine]] = {}
+    for shape, m in served.items():
+        exact = copy.deepcopy(m)
+        exact.model.double()
+        targets = [("q",), ("out",)] if shape == "latent" else [("q", "v"), ("out",)]
+        others = [tuned(m, number, each) for number, each in enumerate(targets)]
+        pairs = [(updates_of(m.model, other.model, "x"), other) for other in others]
+        found[shape, "plain"] = partial(mixed, m, every=True)
+        found[shape, "draft of the text"] = partial(mixed, m, guessing=True, every=True)
+        if shape not in ("states", "linear"):  # a state cannot take a rejected token back
+            found[shape, "draft model"] = partial(mixed, m, draft=near(m), every=True)
+        found[shape, "keys in 8 bits"] = partial(mixed, exact, cache="int8", every=True)
+        found[shape, "adapters"] = partial(mixed, m, tuned=pairs, every=True)
+    return found

@@ -12,29 +12,16 @@ import clearhead as ch
 from clearhead.app.commands import serve as commands
 from clearhead.errors import InputError, RequestError
 from clearhead.hub.peft import RankUpdate, write_adapter
-from clearhead.learn.training.weights import add_lora
-from clearhead.run.kernels.lora import merge
 from clearhead.run.serve.adapters import open_adapter, updates_of
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import ServeOptions
 from tests.serve import mixes
+from tests.serve.mixes import tuned
 from tests.serve.served import serving
 from tests.serve.test_http import call
 
 PROMPT = list(range(20, 60))
-
-
-def tuned(m: ch.Model, seed: int, targets: tuple[str, ...]) -> ch.Model:
-    """The same model with a low-rank update, merged as a run of training leaves it."""
-    other = copy.deepcopy(m)
-    add_lora(other.model, 2, 4.0, targets)
-    draw = torch.Generator().manual_seed(seed)
-    for name, parameter in other.model.named_parameters():
-        if name.endswith((".a", ".b")):
-            parameter.data = torch.randn(parameter.shape, generator=draw) * 0.6
-    merge(other.model)
-    return other
 
 
 @pytest.mark.parametrize("shape", ["rope-gqa", "windows", "states", "translator"])
@@ -115,7 +102,7 @@ def test_the_command_opens_adapters_and_names_what_is_wrong(byte_tokenizer, tmp_
     m = mixes.model("rope-gqa", byte_tokenizer)
     tuned(m, 1, ("q", "v")).save(tmp_path / "run")
     m.save(folder := tmp_path / "m")
-    engine = commands._engine(folder, Limits(), "cpu", None, {"polite": tmp_path / "run"})
+    engine = commands._engine(folder, Limits(), "cpu", None, adapters={"polite": tmp_path / "run"})
     assert {a.shape[0] for a, _ in engine.adapters["polite"].updates.values()} == {2}
     with pytest.raises(InputError, match='--adapter "x" must be NAME=DIR'):
         commands.serve(folder, adapter=("x",))

@@ -18,8 +18,9 @@ MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.fixture(scope="module")
-def served(writer, reader):
-    with serving({"writer": ServeEngine(writer), "reader": ServeEngine(reader)}, keys=["k"]) as address:
+def served(writer, talker, reader):
+    models = {"writer": writer, "talker": talker, "reader": reader}
+    with serving({name: ServeEngine(m) for name, m in models.items()}, keys=["k"]) as address:
         yield address
 
 
@@ -72,6 +73,22 @@ def test_litellm_chats_completes_and_embeds(litellm, given, writer, reader):
     found = litellm.embedding("openai/reader", ["a", "b c"], **given)
     want = nnf.normalize(reader.embed(["a", "b c"]))
     assert (want - want.new_tensor([one["embedding"] for one in found.data])).abs().max() < 1e-5
+
+
+def test_litellm_calls_tools_in_both_apis(litellm, given, served):
+    """By OpenAI's API, whole and streamed, and by Anthropic's: arguments of the schema."""
+    parameters = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    tools = [{"type": "function", "function": {"name": "lamp", "parameters": parameters}}]
+    asked = {"tools": tools, "tool_choice": "required", "temperature": 1.0, "max_tokens": 100}
+    asked |= {"parallel_tool_calls": False, "messages": MESSAGES}
+    whole = litellm.completion("openai/talker", **given, **asked)
+    chunks = [*litellm.completion("openai/talker", **given, **asked, stream=True)]
+    theirs = {**given, "api_base": served}
+    messages = litellm.completion("anthropic/talker", **theirs, **asked)
+    for answer in (whole, litellm.stream_chunk_builder(chunks), messages):
+        (call,) = answer.choices[0].message.tool_calls
+        assert call.function.name == "lamp" and type(json.loads(call.function.arguments)["on"]) is bool
+        assert answer.choices[0].finish_reason == "tool_calls"
 
 
 def test_litellm_raises_classes_of_its_own(litellm, given, writer):

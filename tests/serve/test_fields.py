@@ -186,12 +186,13 @@ def test_a_field_that_asks_for_nothing_is_taken(client, path):
     body = {**BODIES[path], "temperature": 0}
     plain = client.post(path, json=body).json()["choices"]
     for fields in NOTHING:
-        if not (path == "/v1/completions" and "top_logprobs" in fields):
-            assert client.post(path, json={**body, **fields}).json().get("choices") == plain, fields
+        assert client.post(path, json={**body, **fields}).json().get("choices") == plain, fields
     for fields in SOMETHING:
         status, message, param = post(client, path, {**body, **fields})
         (name,) = fields
         assert (status, param) == (400, name), message
+        if name == "store":
+            assert message == '"store" is not served: null or false is taken'
 
 
 def test_errors_have_the_codes_of_openai(client):
@@ -215,6 +216,11 @@ def test_errors_have_the_codes_of_openai(client):
     )
     assert status == 400
     assert "king" in message
+    picture = [{"type": "text", "text": "Hi"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    status, message, _ = post(
+        client, "/v1/chat/completions", {**chat, "messages": [{"role": "user", "content": picture}]}
+    )
+    assert (status, "a part of the type 'image_url'" in message) == (400, True)
 
 
 @pytest.mark.parametrize("shape", ["learned", "rope-gqa", "translator"])

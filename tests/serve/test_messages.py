@@ -14,12 +14,11 @@ from pydantic import BaseModel, ValidationError
 
 from clearhead.errors import InputError, RequestError
 from clearhead.hub.tokens.chat import ChatTemplate
-from clearhead.run.serve import messages_body
+from clearhead.run.serve import messages
 from clearhead.run.serve.answers import template_options
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.messages import Answer
-from clearhead.run.serve.messages_body import CountBody, MessagesBody
+from clearhead.run.serve.messages import Answer, CountBody, MessagesBody
 from tests.serve.scripted import ScriptedChoices, check_fields, fields_of, read_events, without_ids
 from tests.serve.served import serving
 
@@ -81,7 +80,7 @@ WITHIN = [
 @pytest.mark.parametrize(("name", "model", "least"), WITHIN, ids=[f"{one[1]} {one[0]}" for one in WITHIN])
 def test_every_field_within_a_request(name, model, least):
     fields = fields_of(f"{TYPES}.{name}")
-    check_fields(getattr(messages_body, model), least, fields, fields)
+    check_fields(getattr(messages, model), least, fields, fields)
 
 
 @pytest.mark.parametrize(

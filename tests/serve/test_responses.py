@@ -11,10 +11,11 @@ from pydantic import BaseModel, ValidationError
 
 from clearhead.errors import InputError, RequestError
 from clearhead.hub.tokens.chat import ChatTemplate
-from clearhead.run.serve import items, responses, responses_body
+from clearhead.run.serve import responses, responses_body
 from clearhead.run.serve.answers import template_options
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.protocol import ChatBody
 from clearhead.run.serve.responses import Answer, Kept, Memory
 from clearhead.run.serve.responses_body import InputBody, ResponsesBody
 from tests.serve.scripted import ScriptedChoices, check_fields, fields_of, read_events, without_ids
@@ -103,7 +104,7 @@ WITHIN = [
 def test_every_field_within_a_request(name, model, least):
     fields = fields_of(f"{TYPES}.{name}")
     check_fields(
-        getattr(items, model, None) or getattr(responses_body, model),
+        getattr(responses_body, model),
         least,
         fields,
         fields - {"comparison_response_id"},
@@ -147,7 +148,9 @@ def test_what_is_not_served_is_named(given, named):
 def chat_of(template: ChatTemplate = PLAIN, **given) -> dict:
     """The chat that a request comes to, without what is not stated."""
     body = ResponsesBody.model_validate({"input": "x", **given})
-    return body.chat(items.plain_items(body.input), template).model_dump(exclude_none=True, by_alias=True)
+    return body.chat(responses_body.plain_items(body.input), template).model_dump(
+        exclude_none=True, by_alias=True
+    )
 
 
 def test_items_become_messages():
@@ -193,9 +196,10 @@ def test_tools_formats_and_options_are_those_of_a_chat():
     }
     allowed = ALLOWED
     chat = chat_of(tools=given, tool_choice=allowed)
-    assert (chat["tools"], chat["tool_choice"]) == (tools[1:], "required")
-    with pytest.raises(InputError, match="allows time, and tools has weather"):
-        chat_of(tools=given[:1], tool_choice=allowed)
+    choice = ChatBody.model_validate(chat).choice_of_tools()
+    assert ([tool.name for tool in choice.tools], choice.choice) == (["time"], "required")
+    with pytest.raises(RequestError, match="allows time, and tools has weather"):
+        ChatBody.model_validate(chat_of(tools=given[:1], tool_choice=allowed)).choice_of_tools()
     stated = {"type": "json_schema", "name": "place", "schema": WEATHER, "strict": True}
     format = chat_of(text={"format": stated})["response_format"]
     assert format == {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER}}
@@ -207,7 +211,7 @@ def test_tools_formats_and_options_are_those_of_a_chat():
 def test_effort_is_said_as_the_template_takes_it():
     def options(template, effort):
         body = ResponsesBody(input="x", reasoning={"effort": effort, "summary": "auto"})
-        return template_options(template, body.chat(items.plain_items("x"), template))
+        return template_options(template, body.chat(responses_body.plain_items("x"), template))
 
     assert options(LEVELS, "low") == {"reasoning_effort": "low"}
     assert options(THINKS, "low") == {"enable_thinking": True}

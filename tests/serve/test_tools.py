@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -57,8 +57,7 @@ WRITTEN = {
 CALLS = [("f", '{"a": 1}'), ("g", "{}")]
 
 
-@pytest.fixture(scope="module")
-def model() -> ch.Model:
+def random_model() -> ch.Model:
     """A random decoder that reads bytes, with the special tokens of every format."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
@@ -67,6 +66,11 @@ def model() -> ch.Model:
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     m = harness.build(vocab_size=300, positions="rope", max_positions=4096)
     return ch.Model(m, tokenizer, special={"bos": 256, "eos": 257})
+
+
+@pytest.fixture(scope="module")
+def model() -> ch.Model:
+    return random_model()
 
 
 def with_template(model: ch.Model, name: str) -> ch.Model:
@@ -122,6 +126,16 @@ def test_what_a_template_writes_of_calls_is_read_as_these(name):
     start = whole.rindex("weather?") if not whole.startswith(prompt) else len(prompt)
     (call,) = read(form, [whole[start:]], special=SPECIAL).calls
     assert (call.name, json.loads(call.arguments)) == ("f", {"a": [1, "}"]}), name
+
+
+def test_an_answer_cut_between_two_calls_says_nothing_there():
+    """What begins another call is no content, where the answer ends within it."""
+    form = ChatTemplate(TEMPLATES["qwen25"], NAMES).tool_format
+    first, second, _ = WRITTEN["qwen25"].split("<tool_call>")[1:] + [""]
+    for size in range(len('\n<tool_call>\n{"name": "')):
+        text = f"<tool_call>{first.rstrip()}" + ("\n<tool_call>" + second)[:size]
+        found = read(form, [text[:30], text[30:]], special=SPECIAL)
+        assert (found.content, [call.name for call in found.calls]) == ("", ["f"]), text
 
 
 def test_reasoning_is_apart_from_content():
@@ -207,20 +221,29 @@ def fits(value: Any, rules: dict[str, Any]) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", ["qwen25", "llama31", "mistral_tools", "deepseek_tools", "harmony_tools"])
-def test_arguments_of_random_schemas_parse_and_validate(name, model):
-    """Forty tools in each format: a random model writes calls whose arguments are of their schemas."""
-    m, draw = with_template(model, name), random.Random(name)
+FORMATS = ("qwen25", "llama31", "mistral_tools", "deepseek_tools", "harmony_tools")
+EACH = 40  # random tools in each format
+
+
+def random_calls(m: ch.Model, name: str) -> Iterator[tuple[Tool, Any]]:
+    """Tools of random schemas, and what a random model answers that has to call them in a format."""
+    m, draw = with_template(m, name), random.Random(name)
     end = m.text_tokenizer.token_to_id("<|end|>")  # a random model thinks for long: its messages end soon
-    for number in range(40):
-        tools = [random_tool(draw)]
+    for number in range(EACH):
+        tool = random_tool(draw)
         options = {"temperature": 1.0, "seed": number, "max_new_tokens": 1500, "top_k": 40}
         options |= {"logit_bias": {end: 9.0}} if name == "harmony_tools" else {}
-        answer = m.chat(ASKED, tools=tools, tool_choice="required", parallel_tool_calls=False, **options)
+        yield tool, m.chat(ASKED, tools=[tool], tool_choice="required", parallel_tool_calls=False, **options)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_of_random_schemas_parse_and_validate(name, model):
+    """Forty tools in each format: a random model writes calls whose arguments are of their schemas."""
+    for tool, answer in random_calls(model, name):
         assert answer.stop_reason == "eos"
         (call,) = answer.tool_calls
-        assert call.name == tools[0].name
-        assert fits(json.loads(call.arguments), tools[0].schema), (call.arguments, tools[0].schema)
+        assert call.name == tool.name
+        assert fits(json.loads(call.arguments), tool.schema), (call.arguments, tool.schema)
 
 
 @pytest.mark.parametrize("name", ["qwen25", "llama31", "mistral_tools", "zephyr"])
@@ -327,11 +350,30 @@ def test_a_round_trip_with_the_openai_client(client, model):
     assert final.finish_reason == "tool_calls"
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """A choice among some of the tools, as OpenAI's API has it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_of_the_tools_are_allowed(client):
+    """The answer is the one to these tools alone."""
+    given = {"model": "m", "messages": ASKED, "max_tokens": 300, "seed": 2, "parallel_tool_calls": False}
+    some = client.chat.completions.create(**given, tools=TOOLS, tool_choice=allowed("required", "clock"))
+    alone = client.chat.completions.create(**given, tools=TOOLS[1:], tool_choice="required")
+    (call,), (same,) = (one.choices[0].message.tool_calls for one in (some, alone))
+    assert call.function == same.function and call.function.name == "clock"
+
+
 def test_what_tools_exclude_is_refused_by_name(client):
     given = {"model": "m", "messages": ASKED, "max_tokens": 9}
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": "required"}, "without tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, '"f" is none'),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("auto", "clock", "f")},
+            "allows f, and tools has weather, clock",
+        ),
         ({"tools": [{"type": "web_search"}]}, "web_search"),
         ({"tools": TOOLS, "extra_body": {"regex": "a"}}, "regex with tools"),
         ({"tools": [Tool("f", "", {"type": "object", "not": {}}).entry]}, "tool f"),

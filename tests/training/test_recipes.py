@@ -66,6 +66,11 @@ CASES = {
     "sft": ("chats.jsonl", (*SIZE, ROWS, "model.max_positions=64"), "AutoModelForCausalLM", ("E2",)),
     "sft-lora": ("chats.jsonl", ("model.base={lm}", ROWS), "AutoModelForCausalLM", ("E2", "H9")),
     "dpo": ("answers.jsonl", ("model.base={sft}", ROWS), "AutoModelForCausalLM", ("E2", "H9")),
+    "grpo": (
+        "prompts.jsonl",
+        ("model.base={sft}", ROWS, "grpo.reward=exact", "grpo.group=2", "generate.max_new_tokens=8"),
+        *("AutoModelForCausalLM", ("E2", "H9")),
+    ),
     "embed": ("alike.jsonl", ("model.base={mlm}", ROWS), "AutoModel", ("E1", "H9")),
     "vit": ("images.npz", (*SIZE, "data.batch_size=8"), "AutoModelForImageClassification", ("E4",)),
 }
@@ -103,6 +108,7 @@ def place(tmp_path_factory) -> Path:
     rows = {
         "chats": [{"prompt": letter, "completion": f"{letter}!"} for letter in "abcdefghijklmnop"],
         "answers": [{"prompt": c, "chosen": f"{c}!", "rejected": f"{c}?"} for c in "abcdefghijklmnop"],
+        "prompts": [{"prompt": letter, "answer": f"{letter}!"} for letter in "abcdefghijklmnop"],
         "alike": [{"anchor": line[:12], "positive": line[12:]} for line in few],
     }
     for name, some in rows.items():

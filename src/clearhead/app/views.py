@@ -57,6 +57,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "train": {
         "demo": Command("take the tour: train, generate, look inside, check", "commands.models:demo"),
         "train": Command("train a model from your own files", "commands.train:train", plot=False),
+        "watch": Command("show a training run on a page, live", "commands.train:watch_page"),
         "sweep": Command(
             "sweep hyperparameters: try many settings, keep the best run", "commands.train:sweep", plot=False
         ),

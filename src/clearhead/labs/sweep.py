@@ -190,9 +190,10 @@ def drawn(
     """Yield the settings of each trial; the first is the recipe as it is. More trials begin as fewer do."""
     yield {}
     if method == "grid":
+        listed = [tried.values for tried in vary.values() if isinstance(tried, Choices)]
         ranges = [key for key, tried in vary.items() if isinstance(tried, Range)]
         refuse(bool(ranges), f"a grid needs values, not ranges: write {', '.join(ranges)}=VALUE,VALUE")
-        for values in itertools.product(*(tried.values for tried in vary.values())):  # type: ignore[union-attr]
+        for values in itertools.product(*listed):
             yield dict(zip(vary, values))
         return
     seen: list[dict[str, Any]] = []

@@ -37,17 +37,20 @@ LARGE_VOCABULARY = 2**13  # from this size on our own kernel is faster than the 
 
 
 def token_losses(
-    head: heads.LanguageHead, hidden: Tensor, targets: Tensor, chunk: int
+    head: heads.LanguageHead, hidden: Tensor, targets: Tensor, chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Return the positions [N] of [B, T] that have a target, and the cross-entropy of each [N].
 
-    Logits are those of `chunk` positions at a time, and computed again for their gradient; 0: of all.
+    Logits are those of `chunk` positions at a time, and computed again for their gradient; 0: of all. They
+    are divided by the `temperature`.
     """
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     positions = (flat != IGNORE).nonzero()[:, 0]
 
     def cross_entropies(some: Tensor) -> Tensor:
-        return nnf.cross_entropy(dtypes.wide(head(rows[some], None)), flat[some], reduction="none")
+        logits = dtypes.wide(head(rows[some], None))
+        logits = logits if temperature == 1 else logits / temperature
+        return nnf.cross_entropy(logits, flat[some], reduction="none")
 
     if not chunk or len(positions) <= chunk:
         return positions, cross_entropies(positions)

@@ -1,4 +1,4 @@
-"""Recipes: every setting of a run, as TOML with the sections data, tokens, model, train and generate.
+"""Recipes: every setting of a run, as TOML with sections such as data, tokens, model, train and generate.
 
 A recipe that comes with clearhead is given by its name, any other by its file. `--set train.steps=2000`
 changes a key. `[model]` takes any field of `ModelConfig`, and `base`: a preset's name, or a model directory
@@ -50,14 +50,19 @@ MAX_SEED = 2**32 - 1  # so that the seed of each step is one that PyTorch and Nu
 RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "steps accumulate validate_every save_every log_every threads patience keep_best keep_last "
-        "max_new_tokens num_beams",
+        "max_new_tokens num_beams updates",
         lambda value: value >= 1,
         "must be 1 or more",
     ),
     (
-        "pretrain weight_decay clip warmup loss_chunk lora average samples temperature",
+        "pretrain weight_decay clip warmup loss_chunk lora average samples temperature clip_high kl",
         lambda value: value >= 0,
         "must be 0 or more",
+    ),
+    (
+        "group",
+        lambda value: value >= 2,
+        "must be 2 or more: answers are compared with others to their prompt",
     ),
     ("lr epochs eps lora_alpha beta scale", lambda value: value > 0, "must be above 0"),
     ("label_smoothing ema", lambda value: 0 <= value < 1, "must lie in [0, 1)"),
@@ -163,7 +168,27 @@ class GeneratePlan:
         _check_plan(self)
 
 
-def _check_plan(plan: TrainPlan | GeneratePlan) -> None:
+@dataclass(frozen=True, kw_only=True)
+class GrpoPlan:
+    """Settings of tuning by reward (GRPO)."""
+
+    # FILE.py with functions that are rewards, FILE.py:NAME for one of them; or exact, regex, json_schema,
+    # unit_tests, length, some with a value: length=200
+    reward: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()  # of the rewards in their sum; none: 1 each
+    group: int = 8  # answers to each prompt, which are compared with each other
+    scale_rewards: bool = True  # divide advantages by the deviation of their group
+    loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens, over answers, or by the most tokens
+    updates: int = 1  # steps that each batch of answers is used for
+    clip: float = 0.2  # how far below 1 a token's ratio of probabilities counts
+    clip_high: float | None = None  # how far above 1; None: as far as below
+    kl: float = 0.0  # weight of the divergence from the base
+
+    def __post_init__(self) -> None:
+        _check_plan(self)
+
+
+def _check_plan(plan: TrainPlan | GeneratePlan | GrpoPlan) -> None:
     check_types(plan)
     for names, allowed, rule in RULES:
         check_values(plan, [name for name in names.split() if hasattr(plan, name)], allowed, rule)
@@ -175,6 +200,7 @@ SECTIONS = {
     "model": ModelConfig,
     "train": TrainPlan,
     "generate": GeneratePlan,
+    "grpo": GrpoPlan,
     "parallel": ParallelPlan,
 }
 
@@ -188,6 +214,7 @@ class Recipe:
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig`, and `base`
     train: TrainPlan = field(default_factory=TrainPlan)
     generate: GeneratePlan = field(default_factory=GeneratePlan)
+    grpo: GrpoPlan = field(default_factory=GrpoPlan)
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
 
     def __post_init__(self) -> None:

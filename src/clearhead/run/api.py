@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from clearhead.learn.tasks.reading import as_prompts, best_of_each, unwrapped
 from clearhead.learn.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 from clearhead.run.bundle import Bundle, best_device, float_dtype
 from clearhead.run.generate.request import Request
+from clearhead.run.kernels.parts import like
 from clearhead.run.quant.apply import QuantPlan, plan_of, refuse_quantized, rounded
 
 One = str | Sequence[int]  # a prompt: text or ids
@@ -176,6 +177,17 @@ class Model(Bundle):
         if max_new_tokens is not None:
             options["max_new_tokens"] = max_new_tokens
         return generation.chat(self, messages, options, hooks)
+
+    def looped(self, times: int) -> Self:
+        """Return the model with its loop (`config.loop`) run so many times; both have the same weights."""
+        config = self.config
+        refuse(config.loop is None, "the model has no loop of layers: config.loop makes one")
+        first, span, before = config.loop or (0, 0, 0)
+        layers = config.n_layers + span * (times - before)
+        config = config.replace(loop=(first, span, times), n_layers=layers)
+        stack = like(self.model.main, type(self.model.main), spec=config.main)
+        name = "encoder" if self.model.decoder is None else "decoder"
+        return replace(self, model=like(self.model, type(self.model), config=config, **{name: stack}))
 
     def score(self, text: One, source: One | None = None) -> Score:
         """Return the log-probability of each token of a text; with an encoder, given a `source`."""

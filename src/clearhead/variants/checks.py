@@ -92,6 +92,15 @@ def _given_mistakes(config: Fields) -> Iterator[str]:
         yield "rmsnorm has no bias: leave norm_bias unset, or choose norm layernorm"
     if groups is not None and not 1 <= groups <= config.n_layers:
         yield f"layer_groups {groups} must lie between 1 and n_layers {config.n_layers}"
+    if config.loop is not None:
+        first, span, times = config.loop
+        if min(first, span - 1, times - 1) < 0 or first + span * times > config.n_layers:
+            yield (
+                f"loop {config.loop} must be (first, layers, times) of which first + layers · times is "
+                f"n_layers {config.n_layers} at most, and layers and times 1 at least"
+            )
+        if both or groups is not None or not config.first_norm:
+            yield "loop is for one stack with its first norm, and no layer_groups: leave one of them out"
     for name in TWO_STACKS:
         if not both and getattr(config, name) is not None:
             yield f"{name} belongs to family encoder-decoder, and this is {family}: leave it out"

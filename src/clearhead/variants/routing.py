@@ -471,8 +471,9 @@ def depth_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]
         )
     if config.n_experts:
         yield f"{name} and n_experts are two routers in one layer: leave one of them out"
-    if config.layer_groups not in (None, config.n_layers):
-        yield f"{name} needs a router for each layer, and layer_groups shares them: leave one of them out"
+    if config.layer_groups not in (None, config.n_layers) or config.loop is not None:
+        sharing = "loop" if config.loop else "layer_groups"
+        yield f"{name} needs a router for each layer, and {sharing} shares them: leave one of them out"
     if scaling is not None and config.rotates_by_length:
         rotates = f"rope scaling {scaling.kind}, which rotates keys by the longest row"
         yield f"{name} and {rotates}: leave one of them out"

@@ -60,7 +60,7 @@ def train(
     For example:
       clearhead features train my-model/ book.txt --at blocks.3.feedforward
       clearhead features train my-model/ books/ --at blocks.3.feedforward --k 64
-      clearhead features train m/ books/ --kind crosscoder --at "blocks.*.resid_post"
+      clearhead features train m/ a.txt --kind crosscoder --at "blocks.*.resid_post"
     """
     check_picture(plot)
     refuse(not data, "no data was given: name a file or a folder of text")

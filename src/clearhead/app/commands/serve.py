@@ -67,6 +67,7 @@ def serve(
     cors: Repeated = (),
     max_model_len: int | None = None,
     allow_adapter_loading: bool = False,
+    tokenizer: Path | None = None,
     device: str = "auto",
     dtype: str | None = None,
 ) -> None:
@@ -95,6 +96,7 @@ def serve(
         max_model_len: tokens of a prompt and its answer together; default: the model's own length
         allow_adapter_loading: let requests load adapters from directories of this machine, and unload them:
             /v1/load_lora_adapter, /v1/unload_lora_adapter
+        tokenizer: the first model's, in place of the one in its directory
 
     For example:
       clearhead serve my-model/
@@ -151,10 +153,9 @@ def serve(
         cache=cache,
     )
     listening = bind(host, port) if processes is None else None
+    first: dict[str, Any] = {"adapters": updates, "draft": draft, "tokenizer": tokenizer}
     engines = {
-        name: _engine(
-            where, limits, device, dtype, *((updates, draft) if where is folder else ({}, None)), processes
-        )
+        name: _engine(where, limits, device, dtype, processes, **(first if where is folder else {}))
         for name, where in folders.items()
     }
     if processes is not None:
@@ -267,9 +268,10 @@ def _engine(
     limits: object,
     device: str,
     dtype: str | None,
+    processes: Processes | None = None,
     adapters: Mapping[str, Path] | None = None,
     draft: Path | None = None,
-    processes: Processes | None = None,
+    tokenizer: Path | None = None,
 ) -> ServeEngine:
     from clearhead.run.serve.adapters import open_adapter
     from clearhead.run.serve.engine import ServeEngine
@@ -277,7 +279,7 @@ def _engine(
 
     assert isinstance(limits, Limits)
     split = None if processes is None else {"tensor": processes.world.size}
-    m = load_model(folder, device=device, dtype=dtype, parallel=split)
+    m = load_model(folder, tokenizer, device, dtype, parallel=split)
     updates = {name: open_adapter(m, name, where) for name, where in (adapters or {}).items()}
     smaller = None if draft is None else load_model(draft, device=device, dtype=dtype)
     return ServeEngine(m, limits, updates, smaller, processes)

@@ -7,6 +7,7 @@ import math
 import signal
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,11 +20,16 @@ import clearhead as ch
 from clearhead.app.commands.common import check_apart, check_inputs, print_notes, writing
 from clearhead.app.report import confusion_tables, size, table
 from clearhead.app.views import ModelArgument, OnProgress, Repeated, View, drawing
+from clearhead.app.watch import PORT, address
+from clearhead.app.watch import watch as serve_page
 from clearhead.errors import refuse
 from clearhead.learn.parallel import first_here, started
 from clearhead.learn.recipe import recipe_names
 from clearhead.learn.training import events
+from clearhead.learn.training.events import LOG
+from clearhead.learn.training.health import warnings_of
 
+FIGURES = ("reward", "logprob_difference")  # of a task, shown at a step
 ECHO = 3  # seconds within which a second Ctrl-C is the first one, passed on
 EVERY = 10  # seconds between the lines of a run without a terminal
 NEWLINE = "\n"
@@ -42,6 +48,7 @@ def train(
     overwrite: bool = False,
     dry_run: bool = False,
     show: bool = False,
+    watch: bool = False,
 ) -> View | None:
     """Train a model from your own files, whose format is detected. Without DATA, list corpora and recipes.
 
@@ -54,9 +61,11 @@ def train(
         overwrite: remove an earlier run in the output folder
         dry_run: show every decision and the sizes; train and write nothing
         show: print the keys of the recipe, with their values and meanings
+        watch: show losses, samples and warnings on a page in the browser while the model trains
 
     For example:
       clearhead train my.txt
+      clearhead train my.txt --watch
       clearhead train stdlib-docs --out my-model
       clearhead train a.tsv --set data.columns='{text = "review", label = "stars"}'
       clearhead train train.en train.de --recipe original-transformer
@@ -75,7 +84,7 @@ def train(
             "name the data to train on: files, folders or a corpus; clearhead train alone lists them",
         )
         return _lists()
-    watcher = Watcher()
+    watcher = Watcher(watch)
     if dry_run:
         refuse(resume is not None, "--dry-run is for a new run: leave --resume out")
         from clearhead.learn.training.run import rehearse
@@ -178,7 +187,7 @@ def _stopping() -> Iterator[list[signal.Signals]]:
 class Watcher:
     """Shows a run on stderr: a live panel in a terminal, else a line now and then."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: bool = False) -> None:
         from rich import console, live
 
         self.console = console.Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -186,6 +195,8 @@ class Watcher:
         self.last = 0.0
         self.validated = ""
         self.unit = "tok"
+        self.page, self.folder = page, Path()
+        self.warned: dict[str, int] = {}
 
     def __call__(self, event: events.Event) -> None:
         """Show one event."""
@@ -200,6 +211,10 @@ class Watcher:
                 also = "" if all_trained else f", {event.trainable:,} of them trained"
                 size = f"{event.parameters:,} parameters{also}, {event.steps:,} steps"
                 self.say(f"{event.task}: {size} on {event.device} -> {event.folder}")
+                self.folder = event.folder
+                if self.page:
+                    self.page = False  # the second of two stages is on the page of the first
+                    self.say(f"watch it on {address(serve_page(event.folder))}")
             case events.Stepped():
                 self.step(event)
             case events.Skipped():
@@ -211,12 +226,21 @@ class Watcher:
                 self.say(f"step {event.step:,}  validation  {self.validated}{best}")
                 for sample in event.samples:
                     self.say(f"    {sample.replace(NEWLINE, '⏎')}")
+                for step, kind, text in warnings_of(events.read_log(self.folder)):
+                    if kind not in self.warned or (kind == "spike" and step > self.warned[kind]):
+                        self.warned[kind] = step
+                        self.say(f"step {step:,}  warning: {text}")
 
     def step(self, event: events.Stepped) -> None:
         """Show the figures of a step; without a terminal, every ten seconds."""
         words = [
             f"step {event.step:,}/{event.steps:,}",
             f"loss {event.loss:.4f}",
+            *(
+                f"{name.replace('_', ' ')} {event.figures[name]:.3g}"
+                for name in FIGURES
+                if name in event.figures
+            ),
             f"lr {event.rate:.2e}",
             f"grad norm {event.norm:.2f}",
             f"{event.tokens_per_second:,.0f} {self.unit}/s",
@@ -311,6 +335,27 @@ def sweep(
 
 def _short(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def watch_page(run: Path, *, port: int = PORT, no_open: bool = False) -> None:
+    """Show a training run on a page: losses, learning rate, gradient norm, samples and warnings, live.
+
+    Args:
+        run (DIR): the folder of a run that trains now, here or in another process, or that has ended
+        no_open: do not open the browser
+
+    For example:
+      clearhead watch runs/my
+    """
+    refuse(not (run / LOG).is_file(), f"{run} holds no run: it needs {LOG}, which clearhead train writes")
+    place = address(server := serve_page(run, port))
+    print_notes([f"{run}: {place}  (Ctrl-C ends)"])
+    if not no_open:
+        webbrowser.open(place)
+    try:
+        signal.pause()
+    except KeyboardInterrupt:
+        server.shutdown()
 
 
 def evaluate(

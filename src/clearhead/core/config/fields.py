@@ -96,8 +96,7 @@ class StackFields:
     position_offset: int = 0  # learned: rows skipped at the start of the table
     # sin, cos, sin, cos ... or all sin, then all cos
     sinusoid_layout: Literal["interleaved", "half"] = "interleaved"
-    # slowest frequency exactly 1/10,000 (True), or one step above it, as in the paper
-    sinusoid_ends: bool = False
+    sinusoid_ends: bool = False  # slowest frequency exactly 1/10,000, not one step above it as in the paper
     rope_base: float = 10_000.0  # larger: slower rotation, for longer texts
     rope_local_base: float | None = None  # base in layers with a window; None: rope_base, with the scaling
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
@@ -174,8 +173,8 @@ class Fields(StackFields):
     d_encoder_ff: int | None = None  # encoder-decoder: None: d_ff
     max_encoder_positions: int | None = None  # encoder-decoder: None: max_positions
     d_expert: int | None = None  # width of an expert; None: d_ff
-    # None: every layer its own weights; k: runs of layers share k sets of weights
-    layer_groups: int | None = None
+    layer_groups: int | None = None  # None: every layer its own weights; k: runs of layers share k sets
+    loop: tuple[int, int, int] | None = None  # (first, layers, times): a span of layers, used several times
 
     # Embedding
     source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
@@ -189,8 +188,7 @@ class Fields(StackFields):
     # Attention
     # kind of attention, such as "linear(elu)": see `kinds`; a tuple sets it per layer, and is repeated
     attention: str | tuple[str, ...] = "full"
-    # short for attention "window(128)"; a tuple sets it per layer
-    window: int | tuple[int | None, ...] | None = None
+    window: int | tuple[int | None, ...] | None = None  # attention "window(128)", for short; or by layer
     attention_scale: float | None = None  # None: 1 / sqrt(d_head)
     rope_fraction: float = 1.0  # part of each head that is rotated
 

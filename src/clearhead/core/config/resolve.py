@@ -107,6 +107,8 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
     }
     layers, d_head = size["n_layers"], size["d_head"]
     groups = min(config.layer_groups or layers, layers)
+    at, span, times = config.loop or (layers, 0, 1)  # the order of blocks follows
+    order = [*range(at), *[*range(at, end := at + span)] * times, *range(end, layers + span - span * times)]
     tokens = size["input"] == "tokens"
     # A scale and widths that follow from d_head and d_ff follow from those of this stack.
     scaled = config.d_head is not None and config.attention_scale == config.d_head**-0.5
@@ -118,7 +120,7 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
         d_expert=size["d_ff"] if config.d_expert in (None, config.d_ff) else config.d_expert,
         attention_scale=d_head**-0.5 if scaled else config.attention_scale,
         d_rotary=int(d_head * config.rope_fraction),
-        block_of=tuple(layer * groups // layers for layer in range(layers)),
+        block_of=tuple(block * groups // layers for block in order),
         kinds=_kinds(config, layers),
         capacities=_capacities(config, layers),
         d_embedding=config.d_embedding if tokens else config.d_model,

@@ -188,8 +188,10 @@ class AnswerParser:
             self._text, self._state = self._text[len(more) :], self._name
             return True
         ending = self.form.close + self.form.end
-        if self._final or not (more.startswith(self._text) or ending.startswith(self._text)):
-            self._text = self._text[len(ending) :] if self._text.startswith(ending) else ""
+        cut = self.form.several and more.startswith(self._text)  # within what begins another call
+        if self._final or not (cut or ending.startswith(self._text)):
+            whole = self._text.startswith(ending) and not cut
+            self._text = self._text[len(ending) :] if whole else ""
             self._state = self._rest
             return bool(self._text)
         return False

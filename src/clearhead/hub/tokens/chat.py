@@ -499,9 +499,11 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
     refuse(unread, f'"{place}.{"".join(unread[:1])}" is not read by the chat template: leave it out')
     refuse(not isinstance(message.get("role"), str), f"{place}.role must be a text, such as user")
     for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        wrong = f"a part of the type {kind!r:.40}" if kind != "text" else "a part without its text"
         refuse(
-            not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str),
-            f"{place}.content has a part that is no text: text alone is read here",
+            kind != "text" or not isinstance(part.get("text"), str),
+            f"{place}.content has {wrong}: text alone is read here",
         )
         unknown = next((name for name in part if name not in ("type", "text")), None)
         refuse(unknown, f'"{place}.content" has a part with "{unknown}", which is not read: leave it out')

@@ -317,6 +317,7 @@ def shallow(lively: Transformer, config: ModelConfig, kept: Sequence[int] = ()) 
         n_layers=counts[-1],
         n_encoder_layers=counts[0] if len(stacks) > 1 else None,
         layer_groups=None,
+        loop=None,
         window=None,
         attention=kinds if len({*kinds}) > 1 else kinds[:1],  # stacks of unequal depth have one kind
         depth_capacity=tuple(deepest.capacities[layer] for layer in kept) if len(stacks) == 1 else 1.0,

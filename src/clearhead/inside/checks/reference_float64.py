@@ -326,10 +326,14 @@ class Reference(ReferenceInputs):
     def stack(self, row: ReferenceRow, memory: Memory = None) -> Tensor:
         """Run embedding, blocks, final norm -> [T, D]; cross-attention reads `memory`."""
         x, layers = self.embed(row), row.plan.n_layers
-        sets = min(self.config.layer_groups or layers, layers)
+        sets, loop = min(self.config.layer_groups or layers, layers), self.config.loop
         for layer in range(layers):
             run = self.block if row.plan.capacities[layer] == 1 else self.routed
-            x = run(f"{row.stack}.blocks.{layer * sets // layers}", layer, x, row, memory)
+            own = layer * sets // layers
+            if loop is not None and layer >= loop[0]:
+                left = layer - loop[0] - loop[1] * loop[2]  # layers since the loop ended
+                own = loop[0] + ((layer - loop[0]) % loop[1] if left < 0 else loop[1] + left)
+            x = run(f"{row.stack}.blocks.{own}", layer, x, row, memory)
         return self.norm(f"{row.stack}.norm", x) if self.config.final_norm else x
 
     def routed(self, name: str, layer: int, x: Tensor, row: ReferenceRow, memory: Memory) -> Tensor:

@@ -31,6 +31,7 @@ from clearhead.inside.results import Result
 from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.losses import batch_loss
 from clearhead.learn.recipe import TrainPlan
+from clearhead.learn.tasks.table import TASKS
 from clearhead.learn.training import optim
 from clearhead.learn.training.state import (
     State,
@@ -481,6 +482,13 @@ def training_rows(inputs: Inputs) -> list[Comparison]:
             _resumed,
             tolerance=0.0,
         ),
+        row(
+            "sampled = trained",
+            "log-probabilities of tokens as answers are sampled (GRPO) with those in the loss: bit for bit",
+            _sampled,
+            fits=learns and reads and inputs.model.config.head == "lm" and inputs.model.encoder is None,
+            tolerance=0.0 if inputs.device.type == "cpu" else None,
+        ),
     ]
 
 
@@ -497,6 +505,14 @@ def _accumulated(inputs: Inputs) -> float:
     return max(
         gap(b / largest, a / largest) for a, b in zip(whole, summed) if a is not None and b is not None
     )
+
+
+def _sampled(inputs: Inputs) -> float:
+    model, batch = copy.deepcopy(inputs.model).requires_grad_(True), some_batch(inputs.model, 0)
+    sampled = TASKS["grpo"].outputs_of(model, batch, 0)
+    with torch.enable_grad():
+        trained = TASKS["grpo"].outputs_of(model, batch, 0).detach()
+    return float((trained - sampled).abs().max())
 
 
 def some_batch(model: Transformer, seed: int) -> Batch:

@@ -41,8 +41,10 @@ class Batch:
     source_mask: Tensor | None = None  # B S
     documents: Tensor | None = None  # B T, which document each token belongs to
     types: Tensor | None = None  # B T, which of two texts each token belongs to
-    # B 2, of pairs of answers: their log-probabilities under the model before training
+    # Log-probabilities under the model before training: B 2, of pairs of answers; B T, of sampled tokens
     reference: Tensor | None = None
+    sampled: Tensor | None = None  # B T, log-probabilities of sampled tokens when they were sampled
+    advantages: Tensor | None = None  # B, of sampled answers; in validation their rewards
     scores: Tensor | None = None  # B, of texts to be embedded: how alike they are
     numbers: Tensor | None = None  # B, the numbers of the examples, for logs and errors; stays on the CPU
 
@@ -62,7 +64,7 @@ class Batch:
     @property
     def one_each(self) -> bool:
         """Return True if a row counts as one target: an answer, a share of classes, a number, a pair."""
-        paired = self.reference is not None or self.scores is not None
+        paired = self.reference is not None or self.scores is not None or self.advantages is not None
         return paired or self.is_span or self.targets.is_floating_point()
 
     @cached_property
@@ -116,7 +118,8 @@ class Batch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a step reads, by name: what the model takes, and what the loss does."""
-        others = {"targets": self.targets, "reference": self.reference, "scores": self.scores}
+        names = ("targets", "reference", "sampled", "advantages", "scores")
+        others = {name: getattr(self, name) for name in names}
         return {**self.arguments(), **{name: tensor for name, tensor in others.items() if tensor is not None}}
 
     def arguments(self) -> dict[str, Tensor]:
@@ -162,6 +165,8 @@ class FixedRows(Batches):
 
     Training batches all have the same size: one that begins at the end of an epoch continues into the next.
     """
+
+    uses = 1  # steps that each batch is used for
 
     def __init__(self, n_rows: int, rows: int, seed: int, training: bool) -> None:
         self.n_rows, self.rows = n_rows, min(rows, n_rows)

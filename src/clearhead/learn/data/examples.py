@@ -394,6 +394,36 @@ class Preference(ChatExample):
         return _texts(self.prompt)
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt(ChatExample):
+    """A prompt whose answers are rewarded, and its row, which rewards read."""
+
+    PLURAL, NEEDED, OPTIONAL, LACKING = "prompts", ("prompt",), ("input", "system"), "without a prompt"
+    MESSAGES = ("prompt",)
+    prompt: Messages
+    columns: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    @classmethod
+    def read(cls, record: Record, roles: Mapping[str, str]) -> Self | None:
+        """See `Example.read`."""
+        refuse(
+            record.cells.get("tools"),
+            f"{record.place} names tools: answers are sampled in one turn, which calls none; leave them out",
+        )
+        prompt, columns = _asked(record, roles), dict[str, Any]()
+        for name, cell in record.cells.items():
+            outer, dot, inner = name.partition(".")
+            if dot and isinstance(columns.setdefault(outer, {}), dict):  # an object, whose fields are cells
+                columns[outer][inner] = cell
+            else:
+                columns[name] = cell
+        return cls(prompt, columns) if any(_texts(prompt)) else None
+
+    def key(self) -> tuple[str, ...]:
+        """Return the prompt, see `Example.key`."""
+        return _texts(self.prompt)
+
+
 def _tools(record: Record, roles: Mapping[str, str]) -> Any:
     """Return the tools that may be called, as far as there are any."""
     return _parsed(record.cells.get(roles["tools"])) or None if "tools" in roles else None

@@ -34,7 +34,7 @@ from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.examples import Corpus, Images, RowType
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.evaluation.metrics import Judged, Metric
-from clearhead.learn.recipe import GeneratePlan, Recipe, TrainPlan
+from clearhead.learn.recipe import GeneratePlan, GrpoPlan, Recipe, TrainPlan
 from clearhead.run.bundle import Bundle
 from clearhead.variants.presets import preset
 from clearhead.variants.routing import BALANCE
@@ -131,6 +131,7 @@ class Task:
     # What `train.metric` may name; of all but the loss, more is better.
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
     metric: ClassVar[str] = "loss"  # the default
+    sampled: ClassVar[bool] = False  # whether batches are sampled from the model in training, none ahead
     pretrain: ClassVar[bool] = False  # whether masked language modelling on the same texts may come first
     # Use
     writes: ClassVar[bool] = False  # whether the answers are generated
@@ -252,6 +253,18 @@ class Task:
         """Add what the task needs to a new model, such as a chat template; return a note, or ""."""
         return ""
 
+    def planned(self, recipe: Recipe) -> Self:
+        """Return the task with what it needs of the recipe before the data is encoded."""
+        refuse(
+            recipe.grpo != GrpoPlan(),
+            f"[grpo] is for tuning by reward, and this is {self.name}: leave it out, or set data.task=grpo",
+            ConfigError,
+        )
+        return self
+
+    def begin(self, run: Any, recipe: Recipe) -> None:
+        """Bind what works with the model in training to a run."""
+
     def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> Self:
         """Return the task with the loss of the recipe."""
         refuse(
@@ -310,6 +323,10 @@ class Task:
 
         own_loss = None if self.reads == "vocabulary" else own
         return losses.batch_loss(model, batch, smoothing, chunk, balance, own_loss, total)
+
+    def take_figures(self) -> dict[str, float]:
+        """Return what the task measured since the last call, such as the reward of its samples."""
+        return {}
 
     def after_step(self, model: nn.Module) -> None:
         """Bring weights within bounds after the optimizer's step."""

@@ -58,6 +58,7 @@ class Stepped:
     left: float  # seconds to the end, by the speed so far
     memory: int  # the most bytes used so far: on the device, or resident
     mfu: float | None = None  # share of the device's peak, where that is known
+    figures: dict[str, float] = field(default_factory=dict)  # of the task, such as the reward of its samples
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def logged(folder: Path, step: int, on_event: OnEvent, tensorboard: bool = False
         with _reporting(path), path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
         if isinstance(event, Stepped):
-            values = {"rate": event.rate, "norm": event.norm, "train": event.loss}
+            values = {"rate": event.rate, "norm": event.norm, "train": event.loss} | event.figures
         elif isinstance(event, Skipped):
             values = {"skipped": event.skipped}
         else:

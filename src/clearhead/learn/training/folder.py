@@ -43,7 +43,7 @@ MOVING = ".moving"  # the same on its way in or out: what it holds belongs into 
 OWN = (  # what a run writes
     *(RECIPE, CACHE, PRETRAIN, CHECKPOINTS, BEST, LAST, LOG, CURVE, PICTURE, *ROWS.values()),
     *(ADAPTER, CARD, "tensorboard", "*.safetensors", "*.index.json", "*config.json", "tokenizer.json"),
-    *("chat_template.jinja", "modules.json", "1_Pooling", ".*"),
+    *("chat_template.jinja", "modules.json", "1_Pooling", "samples.jsonl", ".*"),
 )
 CACHED = ("fingerprint", "*-train-*", "*-validation-*", ".*")  # what it writes into its cache
 

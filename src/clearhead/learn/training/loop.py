@@ -59,22 +59,22 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
     scaler = run.precision.scaler(state)
     stepper, meter = run.stepping(run, scaler, on_event), Meter(run, on_event)
     model.train()
-    upcoming = run.batches(state.step + 1)
+    upcoming: pipeline.MicroBatches | None = run.batches(state.step + 1)
     while state.step < run.steps and run.patient:
-        step, work = state.step + 1, upcoming
+        step, work = state.step + 1, upcoming or run.batches(state.step + 1)
         run.seed(step)
         optim.set_lr(run.optimizer, run.lr(step))
         with run.world.waiting(f"the gradients of step {step}"):
             total = stepper.gradients(work)
-        if step < run.steps:
-            upcoming = run.batches(step + 1)  # prepared while the device works
+        ahead = step < run.steps and not run.task.sampled
+        upcoming = run.batches(step + 1) if ahead else None  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
         read = stepper.update(total, work.targets)
         run.task.after_step(model)
         if run.ema is not None:
             run.ema.update(model)
         state.step, state.tokens = step, state.tokens + work.tokens
-        meter.pending = step, work.batches, read
+        meter.pending = step, work.batches, read, run.task.take_figures()
         if run.precision.device.type != "cuda":
             meter.settle()
 
@@ -171,7 +171,8 @@ class Meter:
 
     def __init__(self, run: TrainingRun, on_event: OnEvent) -> None:
         self.run, self.on_event = run, on_event
-        self.pending: tuple[int, list[Batch], Callable[[], list[float]]] | None = None  # a step not yet read
+        # A step not yet read: its number, batches, loss and gradient, and the figures of its task.
+        self.pending: tuple[int, list[Batch], Callable[[], list[float]], dict[str, float]] | None = None
         self.began = run.state.step, run.state.seconds
         self.reported = run.state.tokens, run.state.seconds
         self.ticked = time.perf_counter()
@@ -180,7 +181,7 @@ class Meter:
         """Read the pending step: report it if that is due, or that it was skipped; raise if many are."""
         if self.pending is None:
             return
-        run, (step, batches, read) = self.run, self.pending
+        run, (step, batches, read, figures) = self.run, self.pending
         loss, norm, _ = read()
         self.pending = None
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -188,7 +189,7 @@ class Meter:
             return
         run.state.skipped_last = 0
         if step % run.plan.log_every == 0 or step in (1, run.steps):
-            self.on_event(self.report(loss, norm))
+            self.on_event(self.report(loss, norm, figures))
 
     def skip(self, step: int, batches: list[Batch], loss: float, norm: float) -> None:
         """Count and report a step that was skipped; raise if that will not do. All processes agree on it."""
@@ -212,7 +213,7 @@ class Meter:
         self.run.state.seconds += now - self.ticked
         self.ticked = now
 
-    def report(self, loss: float, norm: float) -> Stepped:
+    def report(self, loss: float, norm: float, figures: dict[str, float]) -> Stepped:
         """Return the figures of the last step, and the speed since the last report."""
         self.tick()
         run, state = self.run, self.run.state
@@ -234,6 +235,7 @@ class Meter:
             mfu=run.flops_per_token * speed / run.precision.peak
             if run.precision.peak and run.flops_per_token
             else None,
+            figures=figures,
         )
 
 

@@ -74,7 +74,7 @@ def prepare(recipe: Recipe, job: Job) -> TrainingRun:
     """Prepare a new run; what the recipe leaves open is chosen, reported, and written to `train.toml`."""
     recipe, folder, world = build.sized(recipe), job.folder, job.world
     corpus, name = open_examples(recipe.data)
-    task = table.task_named(name)
+    task = table.task_named(name).planned(recipe)
     task.check_metric(recipe.train.metric)
     for line in (*corpus.notes, *task.remarks(corpus)):
         job.note(line)
@@ -180,7 +180,8 @@ def assemble(
     least = None
     if precision.peak is not None:
         least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
-    usual = world.plan.context == 1 and machine.pays(task, recipe.data, plan, device, least)
+    pays = world.plan.context == 1 and not task.sampled
+    usual = pays and machine.pays(task, recipe.data, plan, device, least)
     wanted = bool(began.get("compiled", usual) if plan.compile is None else plan.compile)
     partial: Sequence[nn.Parameter] = ()
     if world.mesh is not None:
@@ -214,6 +215,7 @@ def assemble(
         empty=empty,
         partial=partial,
     )
+    task.begin(run, recipe)
     compiled = world.mesh is None and wanted and _compile(run, job)
     refuse(
         bool(began.get("compiled")) and wanted and not compiled and world.mesh is None,
@@ -378,7 +380,7 @@ def _steps(plan: TrainPlan, train: Batches) -> int:
     if plan.steps is not None:
         return plan.steps
     # The last batch of rows of one length is filled up from the next epoch.
-    batches = train.n_rows / train.rows if isinstance(train, FixedRows) else train.per_epoch
+    batches = train.uses * train.n_rows / train.rows if isinstance(train, FixedRows) else train.per_epoch
     per_epoch = batches / plan.accumulate
     if plan.epochs is not None:
         return max(1, round(plan.epochs * per_epoch))

@@ -354,6 +354,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
         for name in ("paths", "validation")
     }
     recipe = recipe.replace("data", **paths)
+    rewards = (absolute(name) if ".py" in name else name for name in recipe.grpo.reward)
+    recipe = recipe.replace("grpo", reward=tuple(rewards))
     for section, key, path in (
         ("tokens", "model", recipe.tokens.model),
         ("model", BASE, recipe.model.get(BASE)),
@@ -390,7 +392,7 @@ def restore(recipe: Recipe, checkpoint: Path, job: Job) -> TrainingRun:
     folder, world = job.folder, job.world
     precision = _same_precision(recipe, folder)
     corpus, name = table.open_examples(recipe.data)
-    task = table.task_named(name)
+    task = table.task_named(name).planned(recipe)
     fingerprint = folder / FINGERPRINT
     began = fingerprint.read_text().strip() if fingerprint.is_file() else corpus.fingerprint
     refuse(

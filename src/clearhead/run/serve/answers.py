@@ -528,9 +528,9 @@ def _named(
     taken = {chosen.text}
     for token, logprob in others:
         name = chosen.text if token.id == chosen.id else token.text
-        if token.id != chosen.id and (not name or PARTIAL in name):
+        if token.id != chosen.id and token.bytes and (not name or PARTIAL in name):
             name = "bytes:" + "".join(f"\\x{value:02x}" for value in token.bytes)
-        if token.id != chosen.id and name in taken:
+        if token.id != chosen.id and (not name or name in taken):
             name = f"token_id:{token.id}"
         taken.add(name)
         yield name, logprob

@@ -90,7 +90,9 @@ class ServedPassages:
         return whole, [{"number": number, **cited(hit)} for number, hit in enumerate(some, start=1)]
 
 
-KIND = re.compile(r"constrained-|(list|dict)\[|(str|bool|int|float|Schema)$")  # as pydantic names kinds
+KIND = re.compile(
+    r"constrained-|(list|dict|literal)\[|(str|bool|int|float)$|[A-Z]\w*$"
+)  # as pydantic names kinds
 LOG = logging.getLogger("clearhead.run.serve")
 
 
@@ -413,8 +415,13 @@ def _in_words(error: RequestValidationError, content_type: str) -> tuple[str, st
             field, what = "", f"no JSON: {one['ctx']['error']} at character {one['loc'][1]}"
         elif not field and "json" not in content_type:
             what = f'of type "{content_type}": send it as Content-Type: application/json'
-        unknown = one["type"] == "extra_forbidden"
-        lines.append(f'"{field}" is not a field of this request' if unknown else f"{field or 'body'}: {what}")
+        if one["type"] == "extra_forbidden":
+            taken = protocol.no_op_values(field)
+            only = " or ".join(map(json.dumps, (None, *(taken or ()))))
+            why = "is not a field of this request" if taken is None else f"is not served: {only} is taken"
+            lines.append(f'"{field}" {why}')
+        else:
+            lines.append(f"{field or 'body'}: {what}")
         fields.append(field)
     return "; ".join(dict.fromkeys(lines)), next(iter(fields), None) or None
 

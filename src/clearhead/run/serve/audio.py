@@ -12,7 +12,7 @@ import threading
 import weakref
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
@@ -60,6 +60,7 @@ class AudioBody(Body):
     """`/v1/audio/translations`: the fields of the form beside the file; their values come as texts."""
 
     model_config = ConfigDict(strict=False)
+    no_ops: ClassVar = NO_OPS
 
     language: Annotated[str, Field(max_length=100)] | None = None  # what is spoken; None: what is heard
     prompt: Text | None = None
@@ -144,7 +145,7 @@ def fields_of(form: FormData, kind: type[AudioBody]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for key in dict.fromkeys(form):
         name, values = key.removesuffix("[]"), [value for value in form.getlist(key) if value != ""]
-        no_ops = () if name in kind.model_fields else NO_OPS.get(name, ())
+        no_ops = () if name in kind.model_fields else kind.no_ops.get(name, ())
         if name == "file" or all(isinstance(value, str) and value.lower() in no_ops for value in values):
             continue
         listed = name == "timestamp_granularities"

@@ -1,16 +1,316 @@
-"""`/v1/messages`, Anthropic's Messages API: a chat whose answer is told as content blocks and events."""
+"""`/v1/messages`, Anthropic's Messages API: its bodies, and a chat that is answered as blocks and events."""
 
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import AsyncIterator, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import Field
 
+from clearhead.errors import RequestError, refuse
+from clearhead.hub.tokens.chat import REASONING, ChatTemplate
+from clearhead.hub.tokens.tools import MOST_TOOLS
 from clearhead.run.serve.answers import ChatChoices
-from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, event, new_id, whole_of
-from clearhead.run.serve.messages_body import CountBody, MessagesBody
-from clearhead.run.serve.protocol import MESSAGES, error_body
+from clearhead.run.serve.blocks import (
+    Block,
+    Blocks,
+    Caller,
+    Chat,
+    Name,
+    Step,
+    call_of,
+    chat_body,
+    content_of,
+    event,
+    function_of,
+    new_id,
+    whole_of,
+)
+from clearhead.run.serve.protocol import (
+    MESSAGES,
+    Body,
+    ChatBody,
+    Count,
+    FewFields,
+    Fields,
+    FittedChatBody,
+    Schema,
+    Stops,
+    Text,
+    error_body,
+    with_options,
+)
+
+# Messages ---------------------------------------------------------------------------------------------------
+
+
+class TextBlock(FewFields):
+    """A text."""
+
+    type: Literal["text"]
+    text: Text
+    cache_control: Fields | None = None  # prompts are cached as long as there is room
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ThinkingBlock(FewFields):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: str | None = None
+
+
+class ToolUseBlock(FewFields):
+    """A call of a tool."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: Fields
+    cache_control: Fields | None = None
+    caller: Caller | None = None
+    toolset_name: None = None
+
+
+class ToolResultBlock(FewFields):
+    """What a tool has returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: Text | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    is_error: bool | None = None
+    cache_control: Fields | None = None
+    toolset_name: None = None
+
+
+Texts = Text | Annotated[list[TextBlock], Field(fail_fast=True)]
+
+
+class SystemMessage(FewFields):
+    """Instructions."""
+
+    role: Literal["system"]
+    content: Texts
+
+
+class UserMessage(FewFields):
+    """What the user says, and what tools have returned."""
+
+    role: Literal["user"]
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]], Field(fail_fast=True)
+        ]
+    )
+
+
+class AssistantMessage(FewFields):
+    """What the model has answered."""
+
+    role: Literal["assistant"]
+    content: (
+        Text
+        | Annotated[
+            list[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]],
+            Field(fail_fast=True),
+        ]
+    )
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")]
+
+
+def _content(given: Any) -> str | list[dict[str, Any]]:
+    """Return a text, or text blocks, as the content of a chat's message."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    return content_of([block.text for block in given if isinstance(block, TextBlock)])
+
+
+def messages_of(given: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
+    """Return messages as those of a chat: the result of a tool is a message of its own.
+
+    Thinking is left out where the template does not read it.
+    """
+    messages: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of tools, by the call
+    thinks = template.reads(*REASONING)
+    for message in given:
+        blocks: list[Any] = [] if isinstance(message.content, str) else list(message.content)
+        results = [block for block in blocks if isinstance(block, ToolResultBlock)]
+        messages += [_result(block, names) for block in results]
+        if results and len(results) == len(blocks):
+            continue
+        made: dict[str, Any] = {"role": message.role, "content": _content(message.content)}
+        thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+        if thought and thinks:
+            made["reasoning_content"] = thought
+        calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+        names |= {block.id: block.name for block in calls}
+        if calls:
+            made["content"] = made["content"] or None
+            made["tool_calls"] = [call_of(one.id, one.name, json.dumps(one.input)) for one in calls]
+        messages.append(made)
+    return messages
+
+
+def _result(block: ToolResultBlock, names: dict[str, str]) -> dict[str, Any]:
+    """Return what a tool has returned as a message; its text alone tells of an error."""
+    refuse(
+        block.tool_use_id not in names,
+        f'messages has a tool_result of "{block.tool_use_id:.100}" and no such tool_use: send it before',
+    )
+    content = _content(block.content)
+    if block.is_error and isinstance(content, str) and not content.lower().startswith("error"):
+        content = f"Error: {content}"
+    return {
+        "role": "tool",
+        "tool_call_id": block.tool_use_id,
+        "name": names[block.tool_use_id],
+        "content": content,
+    }
+
+
+# Requests ---------------------------------------------------------------------------------------------------
+
+
+class ClientTool(FewFields):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: Text | None = None
+    input_schema: Fields
+    strict: bool | None = None
+    cache_control: Fields | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ToolChoice(FewFields):
+    """Which tool is used."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(FewFields):
+    """Whether the model thinks before it answers."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None  # a target: the template of a model has no place for it
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(FewFields):
+    """A schema that the text is held to."""
+
+    type: Literal["json_schema"]
+    given: Annotated[Schema, Field(alias="schema")]
+
+
+class OutputConfig(FewFields):
+    """How the answer is written."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountBody(with_options(Body, but=("max_tokens", "stop"))):  # type: ignore[misc]
+    """`/v1/messages/count_tokens`."""
+
+    unused: ClassVar = ("metadata", "service_tier", "cache_control", "user_profile_id", "workspace_id")
+    # The second row is of the client's beta routes.
+    no_ops: ClassVar[dict[str, tuple[Any, ...]]] = (
+        {"container": (), "diagnostics": (), "inference_geo": (), "speed": ("standard",)}
+        | dict.fromkeys(("context_management", "compaction", "billing_policy"), ())
+        | {"mcp_servers": ([],), "fallbacks": ([],), "fallback_credit_token": ()}
+    )
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000, fail_fast=True)]
+    system: Texts | None = None
+    tools: Annotated[list[ClientTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: Fields | None = None
+    # Of the beta routes; their clients go on without where it is refused so.
+    thread: Annotated[Fields | None, Field(json_schema_extra={"refused": True})] = None
+
+    def chat(self, template: ChatTemplate, **more: Any) -> ChatBody:
+        """Return the chat that this request comes down to."""
+        if self.thread is not None:
+            line = "thread: conversations are not kept here: leave it out, and send all messages"
+            raise RequestError(line, "thread_unsupported_request", param="thread")
+        refuse(
+            self.messages[-1].role == "assistant",
+            "the last of messages is the assistant's, which is not continued: end with one of the user's",
+        )
+        system = [] if not self.system else [{"role": "system", "content": _content(self.system)}]
+        tools, choice = self.tools or [], self.tool_choice
+        one_call = choice is not None and choice.disable_parallel_tool_use
+        schema = None if self.output_config is None else self.output_config.format
+        return chat_body(
+            self,
+            system + messages_of(self.messages, template),
+            FittedChatBody,
+            tools=[function_of(one.name, one.description, one.input_schema) for one in tools] or None,
+            tool_choice=None if choice is None else _choice(choice),
+            parallel_tool_calls=False if one_call else None,
+            response_format=None if schema is None else _format(schema),
+            **self._thinking(template),
+            **more,
+        )
+
+    def _thinking(self, template: ChatTemplate) -> dict[str, Any]:
+        """Return how much to think, as a chat says it."""
+        effort = None if self.output_config is None else self.output_config.effort
+        if effort == "high" and not template.reads("reasoning_effort"):
+            effort = None  # it is what Anthropic's models do by default
+        kwargs = self.chat_template_kwargs or {}
+        switch = template.reads("enable_thinking")
+        if self.thinking is not None:
+            refuse(
+                self.thinking.type == "enabled" and not (switch or template.reads("think", *REASONING)),
+                "thinking: this model does not think before it answers: leave it out",
+            )
+            wanted = self.thinking.type != "disabled"
+            kwargs = ({"enable_thinking": wanted} if switch else {}) | kwargs
+        return {"reasoning_effort": effort, "chat_template_kwargs": kwargs or None}
+
+
+class MessagesBody(CountBody):
+    """`/v1/messages`."""
+
+    max_tokens: Annotated[Count, Field(ge=1)]
+    stop_sequences: Stops | None = None
+    stream: bool | None = None
+    cache_salt: Annotated[str, Field(max_length=1000)] | None = None
+
+
+def _choice(choice: ToolChoice) -> Any:
+    """Return which tool is used, as a chat says it."""
+    refuse(
+        (choice.type == "tool") == (choice.name is None),
+        "tool_choice.name belongs to the type tool, and that type to it",
+    )
+    if choice.name is not None:
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _format(stated: OutputFormat) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": stated.given}}
+
+
+# Answers ----------------------------------------------------------------------------------------------------
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 DELTAS = {  # by the kind of a block: the type of what is new of it, and its field
@@ -108,6 +408,9 @@ class Answer:
             "output_tokens": usage["completion_tokens"],
             **({"output_tokens_details": {"thinking_tokens": thought}} if thought else {}),
         }
+
+
+# Routes -----------------------------------------------------------------------------------------------------
 
 
 def model_card(name: str, created: int, length: int) -> dict[str, Any]:

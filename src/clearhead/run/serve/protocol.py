@@ -60,6 +60,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "lora_int_id": (),
+    "max_completion_tokens": (),
     "modalities": (["text"],),
     "moderation": (),
     "parallel_tool_calls": (True, False),
@@ -68,6 +69,7 @@ NO_OPS: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_logprobs": (0,),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -96,6 +98,16 @@ class Body(FewFields):
         if kept.get("top_k") == -1:  # all tokens, in vLLM's words
             kept["top_k"] = 0
         return kept
+
+
+def no_op_values(name: str) -> tuple[Any, ...] | None:
+    """Return the values of a field that ask for nothing; None for one that no body knows."""
+    bodies: list[type[Body]] = [Body]
+    for body in bodies:
+        if name in body.no_ops and name not in body.model_fields:
+            return body.no_ops[name]
+        bodies += body.__subclasses__()
+    return None
 
 
 class StreamOptions(FewFields):
@@ -284,6 +296,20 @@ class NamedTool(FewFields):
     function: NamedFunction
 
 
+class AllowedTools(FewFields):
+    """Those of the tools that may be called now."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedChoice(FewFields):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 @contextmanager
 def naming(field: str) -> Iterator[None]:
     """Name a field of the request in what is refused."""
@@ -304,7 +330,11 @@ class ChatBody(GenerationBody):
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_BEST)] | None = None
     chat_template_kwargs: Fields | None = None
     tools: Annotated[list[Fields], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedTool | AllowedChoice, Field(discriminator="type")]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str, Field(max_length=40)] | None = None  # where the chat template takes it
 
@@ -314,17 +344,23 @@ class ChatBody(GenerationBody):
             return self._choice_of_tools()
 
     def _choice_of_tools(self) -> ToolChoice:
-        choice = self.tool_choice or AUTO
+        choice, tools = self.tool_choice or AUTO, tools_of(self.tools or [])
+        if isinstance(choice, AllowedChoice):
+            allowed, known = {one.function.name for one in choice.allowed_tools.tools}, [*tools]
+            tools, choice = [tool for tool in known if tool.name in allowed], choice.allowed_tools.mode
+            unknown = ", ".join(sorted(allowed - {tool.name for tool in tools}))
+            names = ", ".join(tool.name for tool in known) or "none"
+            refuse(unknown, f"tool_choice allows {unknown}, and tools has {names}")
         name = choice if isinstance(choice, str) else choice.function.name
-        tools = tools_of(self.tools or [])
         refuse(name not in (AUTO, NONE) and not tools, f'tool_choice "{name}" without tools: give some')
         return ToolChoice(tools, name, self.parallel_tool_calls is not False)
 
     def checked_messages(self) -> list[dict[str, Any]]:
         """Return the messages; refuse a role that no chat has."""
-        for number, message in enumerate(self.messages):
-            role = message.get("role")
-            refuse(role not in ROLES, f"messages.{number}.role is {role!r:.60}: choose {', '.join(ROLES)}")
+        with naming("messages"):
+            for number, message in enumerate(self.messages):
+                role, roles = message.get("role"), ", ".join(ROLES)
+                refuse(role not in ROLES, f"messages.{number}.role is {role!r:.60}: choose {roles}")
         return self.messages
 
     @property

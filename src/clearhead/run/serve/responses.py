@@ -16,9 +16,8 @@ from clearhead.errors import InputError, RequestError, refuse
 from clearhead.hub.tokens.chat import LEADING
 from clearhead.run.serve.answers import ChatChoices, Update
 from clearhead.run.serve.blocks import Block, Blocks, Chat, Step, TextLogprobs, event, new_id, whole_of
-from clearhead.run.serve.items import PREFIXES, plain_items
 from clearhead.run.serve.protocol import ChatBody, error_body
-from clearhead.run.serve.responses_body import InputBody, ResponsesBody
+from clearhead.run.serve.responses_body import PREFIXES, InputBody, ResponsesBody, plain_items
 from clearhead.run.serve.server import OWNER
 
 MOST_KEPT = 1000  # responses of one key; the one that was asked for longest ago goes first
