@@ -119,7 +119,7 @@ def induction(options: argparse.Namespace) -> dict[str, object]:
 
 # Modular addition -----------------------------------------------------------------------------------------
 
-PRIME, SHARE, STEPS, WIDTH = 53, 0.4, 6000, 64
+PRIME, SHARE, STEPS, WIDTH = 31, 0.5, 3000, 64
 
 
 def modular(options: argparse.Namespace) -> dict[str, object]:

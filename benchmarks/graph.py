@@ -14,7 +14,7 @@ import clearhead as ch
 from clearhead.inside.attribution import looks
 from clearhead.inside.inputs import prepare
 from clearhead.labs.lab.attention import PAIR_SYMBOLS, PAIRS_LENGTH, draw_pairs, repeat_loss
-from clearhead.labs.lab.experiment import small_model
+from clearhead.labs.lab.learning import small_model
 
 FACT = "The capital of France is"
 LONG = "The history of the city is long, and its people tell many stories of kings and wars. " * 8
