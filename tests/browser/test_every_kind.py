@@ -8,9 +8,9 @@ import torch
 from PIL import Image
 
 import clearhead as ch
-from clearhead.app.explorer.findings import findings, shapes
+from clearhead.app.explorer.findings import findings
 from clearhead.app.explorer.record import export, record
-from clearhead.app.explorer.session import Opened
+from clearhead.app.explorer.session import Opened, first_given
 from clearhead.inside.ablation import effect
 from clearhead.inside.attribution import occlusion, paths
 from clearhead.inside.geometry import similarity
@@ -54,7 +54,7 @@ def test_every_kind_live_and_in_a_file(watched, served, saved, family, tmp_path)
         seen.read(PAIR[0])
     elif family != "vit":
         seen.read(*INPUTS[family])
-    given, *target = (shapes(m.config)["a ring"],) if family == "vit" else INPUTS.get(family, PAIR)
+    given, *target = first_given(m, None)[:1] if family == "vit" else INPUTS.get(family, PAIR)
     if family in FAMILIES:
         first = walk(seen)
         file, tried = saved(seen, tmp_path / "as-it-opens.html")

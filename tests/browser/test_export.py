@@ -51,6 +51,9 @@ def walk(seen):
     for drawn in ("#attention-large canvas.heat", "#lens-logit"):
         seen.page.locator(drawn).wait_for(state="attached")
     seen.wait("() => !document.querySelector('#input-tinted').hidden")
+    if seen.page.is_visible('nav a[data-view="path"]'):  # the head that views begin with is the path's
+        seen.wait("() => clearhead.store.get('leading')?.run === clearhead.store.get('run').run")
+        seen.wait("() => !document.querySelector('#attention [aria-busy]')")
     return seen.page.evaluate(VALUES)
 
 

@@ -37,6 +37,7 @@ export const attentionSection = {
     const choice = (label, node) => el("div", {}, el("label", { for: node.id }, label), node);
     replace(root, el("div", { class: "row toolbar" }, tabs, choice("Colour by", colours), choice("Order", order), choice("Compare with", beside), rollout), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, roleList, grid, legend, progress.root, note), el("div", { class: "pane-large" }, without, large)));
     let kind = null;
+    let picked = false; // a reader chose this kind: the head that the path names does not change it
     let small = null;
     let thumbs = [];
     let chosen = null;
@@ -56,7 +57,7 @@ export const attentionSection = {
       const kinds = kindsOf(app.store.get("model"));
       if (!kinds.includes(kind)) kind = kinds.includes("cross") ? "cross" : kinds[0];
       const others = kinds.map((name) =>
-        el("button", { type: "button", role: "tab", id: `attention-tab-${name}`, "aria-selected": String(name === kind), "aria-controls": "attention-grid", tabindex: name === kind ? "0" : "-1", onclick: () => goTo(name), onkeydown: (event) => moveTab(event, kinds) }, ATTENTION_KINDS[name]),
+        el("button", { type: "button", role: "tab", id: `attention-tab-${name}`, "aria-selected": String(name === kind), "aria-controls": "attention-grid", tabindex: name === kind ? "0" : "-1", onclick: () => pick(name), onkeydown: (event) => moveTab(event, kinds) }, ATTENTION_KINDS[name]),
       );
       replace(tabs, kinds.length > 1 ? others : null);
       tabs.hidden = kinds.length < 2;
@@ -67,11 +68,16 @@ export const attentionSection = {
       const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!by) return;
       event.preventDefault();
-      goTo(kinds[(kinds.indexOf(kind) + by + kinds.length) % kinds.length]);
+      pick(kinds[(kinds.indexOf(kind) + by + kinds.length) % kinds.length]);
       tabs.querySelector('[aria-selected="true"]').focus();
     }
 
     /** Show another kind of attention; the head that was pinned is of the kind before. */
+    function pick(name) {
+      picked = true;
+      return goTo(name);
+    }
+
     function goTo(name) {
       kind = name;
       if (headOf(app.store.get("head"))?.kind !== kind) app.store.values.head = null;
@@ -367,6 +373,8 @@ export const attentionSection = {
     app.store.listen("beside", () => { const found = headOf(chosen); showChoices(); if (found && small && found.kind === kind) open(found.layer, found.number); });
     app.store.listen("leading", () => {
       if (headOf(app.store.get("head")) || !small || chosen === "rollout") return;
+      const leading = headOf(leadingHead(app));
+      if (leading && leading.kind !== kind && !picked) return void goTo(leading.kind);
       const { layer, number } = firstHead();
       if (headName(layer, number) !== chosen) open(layer, number);
     });
@@ -378,8 +386,8 @@ export const attentionSection = {
       else goTo(found.kind);
     });
     const ahead = whenNear(root, app, () => {
-      const pinned = headOf(app.store.get("head"));
-      if (pinned) kind = pinned.kind;
+      const first = headOf(app.store.get("head")) || headOf(leadingHead(app));
+      if (first) kind = first.kind;
       showTabs();
       return load();
     });

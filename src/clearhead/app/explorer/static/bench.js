@@ -238,10 +238,9 @@ export const compareSection = {
 
     /** Why nothing can be patched between two runs, where that is known before; null where it can. */
     function unpatched(first, second, one, two) {
-      const length = (run) => (run.source ? `${run.source.labels.length} and ${run.tokens.labels.length}` : run.tokens.labels.length);
-      const [ours, theirs] = [first, second].map(length);
+      const [ours, theirs] = [first, second].map((run) => (run.source || run.tokens).labels.length);
       if (first.model !== second.model) return "Patching takes two texts of one model.";
-      if (ours !== theirs) return `The texts have ${ours} and ${theirs} tokens${first.source ? ", read and written" : ""}: patching goes token by token, so give texts of equal length.`;
+      if (ours !== theirs) return `The texts have ${ours} and ${theirs} tokens: patching goes token by token, so give texts of equal length.`;
       return one.probabilities.every((p, id) => Math.abs(p - two.probabilities[id]) < 1e-7) ? "Both sides say the same there: patching has nothing to bring back." : null;
     }
 
