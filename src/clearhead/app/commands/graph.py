@@ -50,7 +50,7 @@ def graph(
     For example:
       clearhead graph my-model/ "The capital of France is" --plot graph.svg
       clearhead graph my-model/ "one two one" --scores --verify
-      clearhead graph my-model/ "The cat sat" --merge "name=0.1@1,0.2@1" --json > graph.json
+      clearhead graph my-model/ "The cat sat" --merge "name=0.1@1,0.2@1" --json
     """
     refuse(any("=" not in group for group in merge), "--merge takes a name and its nodes: NAME=3.2@5,4.0@5")
     groups = {name: nodes.split(",") for name, nodes in (group.split("=", 1) for group in merge)}

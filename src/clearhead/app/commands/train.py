@@ -299,7 +299,7 @@ def sweep(
 
     For example:
       clearhead sweep my.txt --vary train.lr=1e-4..1e-2 --vary model.n_layers=2,4,6
-      clearhead sweep reviews.tsv --recipe classify --vary model.dropout=0..0.5 --trials 30
+      clearhead sweep reviews.tsv --vary model.dropout=0..0.5 --trials 30
       clearhead sweep a.en a.de --vary train.label_smoothing=0,0.1 --method grid
     """
     refuse(
