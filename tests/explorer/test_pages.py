@@ -18,7 +18,16 @@ import pytest
 
 from clearhead.app.commands.models import bind
 from clearhead.app.explorer.interventions import _activations, ablated
-from clearhead.app.explorer.record import modules, page_files, record, record_run, script, show, single_file
+from clearhead.app.explorer.record import (
+    modules,
+    page_files,
+    record,
+    record_run,
+    script,
+    show,
+    single_file,
+    stored_record,
+)
 from clearhead.app.explorer.session import Ended, Opened, Session
 from clearhead.app.explorer.views import begin, finite, packed_bytes, packed_floats
 from clearhead.app.views import page_view as view
@@ -103,8 +112,7 @@ def test_one_file_holds_all_and_nothing_gets_out_of_its_record():
     page = single_file(made)
     assert page.count("<script") == page.count("</script>") == 2
     assert not re.search(r"<link(?! rel=\"icon\" href=\"data:)|src=\"|@import", page)
-    stored = re.search(r'<script type="application/json" id="record">(.*?)</script>', page, re.DOTALL)[1]
-    assert json.loads(stored) == json.loads(json.dumps(made))
+    assert stored_record(page) == json.loads(json.dumps(made))
     code = re.search(r'<script type="module">(.*?)</script>', page, re.DOTALL)[1]
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
@@ -177,10 +185,10 @@ def test_command(folder, tmp_path, clearhead):
     ran = clearhead("explore", folder, "--text", TEXTS["decoder"], f"--export {tmp_path}/out.html")
     assert (ran.code, ran.out.strip()) == (0, str(tmp_path / "out.html"))
     page = (tmp_path / "out.html").read_text(encoding="utf-8")
-    stored = re.search(r'id="record">(.*?)</script>', page, re.DOTALL)[1]
+    stored = stored_record(page)
     expected = record(toy("decoder"), "my-model", TEXTS["decoder"])
-    assert json.loads(stored)["run"] == json.loads(json.dumps(expected))["run"]
-    assert json.loads(stored)["views"]["model"]["name"] == "my-model"
+    assert stored["run"] == json.loads(json.dumps(expected))["run"]
+    assert stored["views"]["model"]["name"] == "my-model"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for words in (
             [tmp_path / "none"],

@@ -7,6 +7,7 @@ export words.
 """
 
 import base64
+import gzip
 import hashlib
 import html
 import json
@@ -87,13 +88,12 @@ def script() -> str:
 
 
 def single_file(record: dict[str, Any], notebook: bool = False) -> str:
-    """Return the page with everything inside.
-
-    No text of the record can end its element: `<` is written as an escape.
-    """
+    """Return the page with everything inside; the record is gzip in base64."""
     page, style, icon = (page_files()[name][0] for name in ("index.html", "style.css", "icon.svg"))
     code = f"\n{script()}"
-    body = json.dumps(record, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    body = base64.b64encode(
+        gzip.compress(json.dumps(record, separators=(",", ":")).encode(), mtime=0)
+    ).decode()
     digest = base64.b64encode(hashlib.sha256(code.encode("utf-8")).digest()).decode()
     policy = (
         "default-src 'none'; img-src data: blob:; connect-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -105,13 +105,22 @@ def single_file(record: dict[str, Any], notebook: bool = False) -> str:
         f"<style>{style}</style>",
     ]
     tail = [
-        f'<script type="application/json" id="record">{body}</script>',
+        f'<script type="text/plain" id="record">{body}</script>',
         f'<script type="module">{code}</script>',
     ]
     page = re.sub(r"<link[^>]*>\n", "", page).replace('<script type="module" src="main.js"></script>\n', "")
     page = page.replace("</head>", "\n".join([*head, "</head>"]))
     page = page.replace("<body>", '<body data-notebook="">' if notebook else "<body>")
     return page.replace("</body>", "\n".join([*tail, "</body>"]))
+
+
+def stored_record(page: str) -> dict[str, Any]:
+    """Return the record in a page that `single_file` made."""
+    found = re.search(r'<script type="text/plain" id="record">(.*?)</script>', page, re.DOTALL)
+    refuse(found is None, "this page holds no record: it is none that clearhead explore --export wrote")
+    assert found is not None
+    record: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    return record
 
 
 # A recorded run ---------------------------------------------------------------------------------------------

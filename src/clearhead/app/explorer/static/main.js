@@ -266,9 +266,15 @@ function keepLinksHere() {
   });
 }
 
+/** The record of a saved file: JSON, in gzip, in base64. */
+function unpackRecord(text) {
+  const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
+}
+
 async function start() {
   const stored = byId("record");
-  const record = stored ? JSON.parse(stored.textContent) : null;
+  const record = stored ? await unpackRecord(stored.textContent) : null;
   const app = makeApp(record ? new RecordedSource(record) : new LiveSource());
   window.clearhead = app;
   mountTools(app);
