@@ -122,6 +122,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "n_channels": (1,),
     "conv_kernel": (5,),
     "conv_stride": (1, 3),
+    "loop": ((0, 1, 2), (1, 1, 3), (0, 2, 2)),
 }
 # Sizes that every model has, and how fresh weights are drawn, which `build` draws anew.
 OF_SIZE = {

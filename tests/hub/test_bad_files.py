@@ -421,7 +421,7 @@ def test_a_config_that_is_no_config(folder: Path, text: str, word: str) -> None:
 
 
 def test_an_unknown_model_type_points_to_the_list(folder: Path) -> None:
-    for name in ("gtp2", "mamba2", "xlnet"):  # no guess: a name that looks alike is another family's
+    for name in ("gtp2", "mamba", "xlnet"):  # no guess: a name that looks alike is another family's
         (folder / "config.json").write_text(json.dumps({"model_type": name}))
         assert not lacking(folder, name, f"{len(ARCHITECTURES)} architectures", "docs/models.md")
         assert "did you mean" not in refusal(folder)

@@ -197,7 +197,7 @@ def test_tokens_there_and_back(address):
 @pytest.mark.parametrize(
     ("path", "change", "status", "named"),
     [
-        ("/v1/completions", {"store": True}, 400, '"store" is not a field'),
+        ("/v1/completions", {"store": True}, 400, '"store" is not served'),
         ("/v1/completions", {"n": 99}, 400, "n: "),
         ("/v1/completions", {"prompt": ""}, 400, "prompt is empty"),
         ("/v1/completions", {"prompt": [999]}, 400, "999"),

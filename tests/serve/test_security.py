@@ -155,7 +155,7 @@ def test_what_a_user_writes_is_never_a_template(address, writer):
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
         ({"messages": [{"role": "user", "content": "x", "mood": "1"}]}, "messages.0.mood"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "type 'image_url'"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": ["x"]}, "messages.0"),

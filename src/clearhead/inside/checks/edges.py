@@ -41,7 +41,12 @@ def edge_rows(inputs: Inputs) -> list[Comparison]:
             f"slopes by edges at {POINTS} points of a way of the input, added up, with what the way changes",
             _integrated,
             tolerance=BENT if config.activation == "relu" or config.gated_clamp else SUM,
-            fits=config.depth_capacity == 1 and config.head != "none" and small and exact,
+            # A router that chooses other experts on the way makes the output jump.
+            fits=config.depth_capacity == 1
+            and not config.n_experts
+            and config.head != "none"
+            and small
+            and exact,
         ),
     ]
 
@@ -113,12 +118,15 @@ def _integrated(inputs: Inputs) -> float:
     changes = {
         name: WAY * (y - clean[name]) if name in starts else torch.zeros_like(y) for name, y in other.items()
     }
-    total = 0.0
+    total, size = 0.0, 0.0
     for place, weight in zip(*np.polynomial.legendre.leggauss(POINTS)):
         mask = torch.zeros(1, *graph.valid.shape, device=inputs.device, requires_grad=True)
         with torch.enable_grad():
             value = read(cut_model(model, graph, Cut(mask, changes=changes)), (1 + float(place)) / 2)
             (slope,) = torch.autograd.grad(value, mask)
         total += float(weight) / 2 * float(slope.double().sum())
+        size += float(weight) / 2 * float(slope.double().abs().sum())
     wanted = read(model, 1.0) - read(model, 0.0)
-    return gap(torch.tensor([total]), wanted[None], 1e-9)
+    return gap(
+        torch.tensor([total]), wanted[None], max(size, 1e-9)
+    )  # of what is added up, not of what is left
