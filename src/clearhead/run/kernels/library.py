@@ -118,7 +118,8 @@ def _openmp() -> str | None:
     except OSError:
         return None
     paths = {line.split(maxsplit=5)[-1] for line in maps if "libgomp" in line}
-    homes = (Path(torch.__file__).parent, Path(torch.__file__).parent.with_name("torch.libs"))
+    home = Path(torch.__file__).resolve().parent  # the environment may be reached by a link
+    homes = (home, home.with_name("torch.libs"))
     own = {path for path in paths if Path(path).parent.parent in homes or Path(path).parent in homes}
     found = own or paths  # other packages may bring theirs
     return found.pop() if len(found) == 1 else None
