@@ -173,6 +173,7 @@ BACK = """() => [...document.querySelectorAll("#path-picture .path-why")].map((o
 def test_the_path_of_a_repeated_token_runs_through_two_heads(watched, saved, tmp_path_factory, tmp_path):
     """The sentence names the head that copies, a dashed arc the head that had looked one token back."""
     m = load(induction_models(tmp_path_factory) / "2")
+    told = explain(m, IDS)  # before the page removes parts of the same model
     with serving(Opened("repeats", lambda: m, {"ids": IDS})) as here:
         seen = watched().open(here.url)
         seen.look("path", "[data-edge]")
@@ -182,7 +183,6 @@ def test_the_path_of_a_repeated_token_runs_through_two_heads(watched, saved, tmp
             assert copies.part.startswith("1.") and (IDS[copies.source - 1], IDS[copies.source]) == (7, 1)
             page.page.locator("#story").wait_for()
             said = "".join(page.page.locator("#story").inner_text().split())
-            told = explain(m, IDS)
             assert said == "".join(told.sentence.replace("“", "").replace("”", "").split())
             assert told.decides(told.effects[0])
             found = looks(m, IDS, copies.part, LAST, copies.source).edges

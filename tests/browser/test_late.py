@@ -88,8 +88,10 @@ def test_a_text_that_was_read_later_stays(watched, served):
 
 def test_an_old_error_is_not_shown_for_a_new_head(watched, served):
     seen = watched().open(served("decoder").url)
+    seen.look("path", "[data-edge]")  # which names the head that is opened
+    seen.wait("() => clearhead.store.get('leading')?.run === clearhead.store.get('run').run")
     opened = seen.look("attention", "[data-head][aria-pressed=true]").get_attribute("data-head")
-    older, newer = [name for name in ("0.0", "0.1", "1.0") if name != opened][:2]
+    older, newer = [name for name in ("1.0", "0.1", "1.1") if name != opened][:2]
     layer, head = older.split(".")
     with holding(seen, rf"/attention/self/{layer}\?head={head}$") as held:
         seen.page.click(f"#attention [data-head='{older}']")
