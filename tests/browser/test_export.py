@@ -175,7 +175,7 @@ def test_inert_live_and_in_a_file(watched, offline, head, tmp_path):
         assert len(named) == len(HOSTILE) + (head == "lm")
         if seen.page.is_visible("#next-find"):
             seen.page.fill("#next-find", HOSTILE[0])
-        # The comparison that the view began with is left for the one that was clicked: its job may end in a refusal.
+        # The comparison that the view began with is left for the one clicked: its job may end in a refusal.
         seen.wrong[:] = [said for said in seen.wrong if "/job/patch/" not in said]
         inert(seen)
     made = record(m, NAME, TEXT, roles=ROLES)
