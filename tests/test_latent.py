@@ -138,7 +138,8 @@ def test_served_tokens_are_the_models_own(bits, cache, byte_tokenizer):
     m = mixes.model("latent", byte_tokenizer)
     if bits is not None:
         quantize_model(m.model, ch.QuantPlan(bits, method="rtn"))
-    mixes.mixed(m, seed=3, cache=cache, most=1e-3)
+    engine = mixes.mixed(m, seed=3, cache=cache, most=1e-3)  # compares each request with itself alone
+    assert not engine.busy and engine.limits.cache == cache
 
 
 def test_adapters_of_what_is_made_of_kept_latents_are_refused_by_name(byte_tokenizer):

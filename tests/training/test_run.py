@@ -83,6 +83,7 @@ def resumed(
         for name in ("whole", "part")
     ]
     assert logs[0] == logs[1]
+    return whole, done
 
 
 @pytest.mark.parametrize(
@@ -121,15 +122,12 @@ def test_a_stopped_run_of_numbers_and_of_pairs_goes_on_too(tmp_path):
         for n in range(12)
     ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
-    resumed(
-        tmp_path / "numbers.tsv",
-        tmp_path / "regress",
-        "data.task=regress model.d_model=32 data.batch_size=32",
-        stops=(6,),
-    )
-    resumed(
-        tmp_path / "pairs.jsonl", tmp_path / "prefer", "data.task=prefer model.max_positions=64", stops=(4,)
-    )
+    for name, settings, stop in (
+        ("numbers.tsv", "data.task=regress model.d_model=32 data.batch_size=32", 6),
+        ("pairs.jsonl", "data.task=prefer model.max_positions=64", 4),
+    ):
+        whole, done = resumed(tmp_path / name, tmp_path / f"of-{name}", settings, stops=(stop,))
+        assert done.step == whole.step > stop and done.metrics == whole.metrics
 
 
 @pytest.mark.parametrize("tokens", ["tokens.kind=char", "tokens.kind=bpe tokens.vocab_size=300"])

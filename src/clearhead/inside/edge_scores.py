@@ -35,7 +35,7 @@ TRIED = 64  # edges that ACDC tries in one pass
 
 
 class PromptPair(NamedTuple):
-    """Two prompts of equal length that differ in a detail, and what is said after each."""
+    """Two prompts of equal length that differ in a detail, and the answer to each."""
 
     clean: Any
     corrupt: Any

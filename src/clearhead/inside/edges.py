@@ -53,7 +53,7 @@ class Reader:
     stream: str  # the prefix of the stack whose stream it reads
     layer: str  # "3", "encoder.0"; "" for the output layer
     sources: int  # how many of the stream's writers stand before it
-    feeds: tuple[str, ...]  # the writers that give what is made of it
+    feeds: tuple[str, ...]  # the writers that compute from it
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class EdgeGraph:
 
 
 class Stop(NamedTuple):
-    """A stop of a path: readers, and the writers that pass on what is made of it, by their numbers."""
+    """A stop of a path: readers, and the writers that compute from them, by number."""
 
     readers: list[int]
     feeds: list[int]

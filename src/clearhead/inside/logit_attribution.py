@@ -226,7 +226,7 @@ class AddedPart:
 
 
 class Compared:
-    """The base of what is said of one logit, less another one or the mean of all."""
+    """The base of results about one logit, less another one or the mean of all."""
 
     choice: Any
     against: str | None

@@ -127,7 +127,7 @@ class LatentAttention(Attention):
         return q[..., : self.d_own], q[..., self.d_own :]
 
     def head_axes(self) -> dict[str, tuple[int, bool, int]]:
-        """Return the axes that heads split: those of what is made of latents."""
+        """Return the axes that heads split: those of parts computed from latents."""
         axes = {name: axis for name, axis in super().head_axes().items() if name[0] not in "kv"}
         return {**axes, "k.weight": (0, False, self.d_own), "v.weight": (0, False, self.d_value)}
 
@@ -143,7 +143,7 @@ class LatentAttention(Attention):
             NormSpec("rmsnorm", EPS, False, False),
         )
         copied = rows * D * size if run.half else 0  # the input, once more for each matmul
-        read: dict[str, tuple[int, int]] = {  # by what is made of it: its width, and that of a head
+        read: dict[str, tuple[int, int]] = {  # by the part computed from it: its width, and that of a head
             "q": (low or D, spec.d_head),
             "k": (C, spec.d_head - R),
             "v": (C, spec.d_value),

@@ -142,7 +142,7 @@ def show(
         "nearest, cosine": lambda one: ", ".join(f"{near} {cosine:.2f}" for near, cosine in one.nearest[:3]),
     }
     title = f"{features}: {dictionary.kind} of {dictionary.at}, {dictionary.n_features:,} features"
-    tables = [part for one in shown.features for part in neuron_tables(one)]
+    tables = [part for feature in shown.features for part in neuron_tables(feature)]
     parts = [
         listing(title, columns, shown.features),
         *(tables if feature else [neuron_list(list(shown.features))]),

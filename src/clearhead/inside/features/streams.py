@@ -38,7 +38,7 @@ Data = str | Path | Iterable[Any]  # a file or folder, or several; or texts, or 
 
 
 def read_texts(m: Model, data: Data) -> Iterable[Any]:
-    """Yield texts, or pairs of an encoder-decoder, of files, folders or what is given in memory."""
+    """Yield texts, or pairs of an encoder-decoder, of files, folders or rows in memory."""
     both = m.config.family == "encoder-decoder"
     refuse(m.config.main.input != "tokens", "features are trained on models that read tokens: "
            f"this one reads {m.config.main.input}")  # fmt: skip

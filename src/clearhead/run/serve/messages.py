@@ -153,7 +153,7 @@ def messages_of(given: Sequence[Message], template: ChatTemplate) -> list[dict[s
         names |= {block.id: block.name for block in calls}
         if calls:
             made["content"] = made["content"] or None
-            made["tool_calls"] = [call_of(one.id, one.name, json.dumps(one.input)) for one in calls]
+            made["tool_calls"] = [call_of(call.id, call.name, json.dumps(call.input)) for call in calls]
         messages.append(made)
     return messages
 
@@ -261,7 +261,7 @@ class CountBody(with_options(Body, but=("max_tokens", "stop"))):  # type: ignore
             self,
             system + messages_of(self.messages, template),
             FittedChatBody,
-            tools=[function_of(one.name, one.description, one.input_schema) for one in tools] or None,
+            tools=[function_of(tool.name, tool.description, tool.input_schema) for tool in tools] or None,
             tool_choice=None if choice is None else _choice(choice),
             parallel_tool_calls=False if one_call else None,
             response_format=None if schema is None else _format(schema),

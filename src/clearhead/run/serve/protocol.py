@@ -346,7 +346,7 @@ class ChatBody(GenerationBody):
     def _choice_of_tools(self) -> ToolChoice:
         choice, tools = self.tool_choice or AUTO, tools_of(self.tools or [])
         if isinstance(choice, AllowedChoice):
-            allowed, known = {one.function.name for one in choice.allowed_tools.tools}, [*tools]
+            allowed, known = {tool.function.name for tool in choice.allowed_tools.tools}, [*tools]
             tools, choice = [tool for tool in known if tool.name in allowed], choice.allowed_tools.mode
             unknown = ", ".join(sorted(allowed - {tool.name for tool in tools}))
             names = ", ".join(tool.name for tool in known) or "none"

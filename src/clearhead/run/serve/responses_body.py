@@ -308,7 +308,7 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
         first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         messages = first + messages_of(items, template)
         refuse(not messages, "input is empty: give it a text, or a message")
-        tools = [function_of(one.name, one.description, one.parameters) for one in self.tools or ()]
+        tools = [function_of(tool.name, tool.description, tool.parameters) for tool in self.tools or ()]
         return chat_body(
             self,
             messages,
@@ -329,7 +329,7 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
         """Return which tools may be called, as a chat says it."""
         choice = self.tool_choice
         if isinstance(choice, AllowedTools):
-            tools = [one.named for one in choice.tools]
+            tools = [tool.named for tool in choice.tools]
             return {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
         return choice.named if isinstance(choice, FunctionChoice) else choice
 

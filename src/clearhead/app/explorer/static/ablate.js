@@ -1,4 +1,4 @@
-// Turn heads, feed-forwards and whole layers off, and see what the model says without them, beside what it said before.
+// Turn heads, feed-forwards and whole layers off, and see what the model predicts without them, next to what it predicted before.
 
 import { ATLAS_ASKED, atlasName, beforeAfter, cellText, effectRows, effectsAt, effectsOf, jobProgress, paintCell, partGrid } from "./atlas.js";
 import { amountColour } from "./colour.js";

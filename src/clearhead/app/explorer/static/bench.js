@@ -111,7 +111,7 @@ export const compareSection = {
       return read.text;
     }
 
-    /** What is shown before anybody asks: of a small model that is live, the text beside itself with one token changed. */
+    /** What is shown before anybody asks: of a small model that is live, the text next to itself with one token changed. */
     const askFirst = asks(textBox, () => [app.store.get("run")], () => {}, false);
     const begin = () => askFirst(async (wait) => {
       const [run, model] = [app.store.get("run"), app.store.get("model")];

@@ -1,5 +1,5 @@
 // Play: the forward pass as a walk in scenes, drawn with the numbers of this model and this text; tokens at the bottom, the answer at the top.
-// A scene is one row of PLAY_SCENES: the step whose formula and shape stand beside it, the paths of its numbers, a sentence, and how it is drawn.
+// A scene is one row of PLAY_SCENES: the step whose formula and shape stand next to it, the paths of its numbers, a sentence, and how it is drawn.
 
 import { css, signedColour } from "./colour.js";
 import { el, figure, percent, replace, roving, signed } from "./dom.js";
