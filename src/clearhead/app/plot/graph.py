@@ -18,11 +18,10 @@ COLOURS = {
 
 
 def draw_graph(found: Graph) -> Figure:
-    """Draw nodes as dots by influence, edges by value: red adds, blue takes; dashed: by keys and queries."""
-    places = _places(found)
-    used = _columns(found)
-    levels = sorted({y for _, y in places.values()})
-    figure = canvas.new(max(6.0, 1.5 * len(used) + 1.5), max(4.0, 0.55 * len(levels) + 1.5))
+    """Draw nodes as dots by influence, edges by value: blue adds, red takes; dashed: by keys and queries."""
+    used, rows = _columns(found), list(dict.fromkeys(map(_row, found.nodes)))
+    places, middles = _places(found, used, rows)
+    figure = canvas.new(max(6.0, 0.75 * middles[-1] + 3.0), max(4.0, 0.75 * len(rows) + 1.5))
     axes = figure.subplots()
     most = max((edge.influence for edge in found.edges), default=1.0) or 1.0
     for edge in reversed(found.edges):
@@ -30,7 +29,7 @@ def draw_graph(found: Graph) -> Figure:
         share = edge.influence / most
         axes.annotate(
             "", (x1, y1), (x0, y0), arrowprops={
-                "arrowstyle": "-", "color": canvas.RED if edge.value > 0 else canvas.BLUE,
+                "arrowstyle": "-", "color": canvas.BLUE if edge.value > 0 else canvas.RED,
                 "linewidth": 0.3 + WIDTH[edge.kind] * share**0.5, "alpha": 0.25 + 0.65 * share**0.5,
                 "linestyle": "solid" if edge.kind == "value" else "dashed",
                 "connectionstyle": f"arc3,rad={0.25 if x0 == x1 else 0.0}",
@@ -46,13 +45,13 @@ def draw_graph(found: Graph) -> Figure:
     lists = {"encoder.": found.source_tokens, "": found.tokens}
     names = ["" if at is None else lists[stack][at] for stack, at in used]
     labels = [canvas.plain(canvas.shortened(name)) for name in names]
-    axes.set_xticks(range(len(used)), labels, rotation=40, ha="right", fontsize=8)
+    axes.set_xticks(middles, labels, rotation=40, ha="right", fontsize=8)
     axes.set_yticks([])
     axes.set_ylabel("earlier to later parts")
-    axes.set_xlim(-0.6, len(used) - 0.2)
+    axes.margins(x=0.06)
     axes.set_frame_on(False)
     title = f"The {found.logit_name}: {found.logit:.2f}; {found.kept_nodes:.0%} of the influence"
-    axes.set_title(canvas.plain(title), fontsize=10)
+    axes.set_title(canvas.plain(f"{title}; blue adds, red takes"), fontsize=10)
     return figure
 
 
@@ -70,14 +69,21 @@ def _row(node: Node) -> tuple[str, int | None, bool]:
     return node.stack, node.layer, node.kind in FEEDFORWARD
 
 
-def _places(found: Graph) -> dict[str, tuple[float, float]]:
-    """Return where each node is drawn: the column of its token, and the row of its part."""
-    columns, rows = _columns(found), list(dict.fromkeys(map(_row, found.nodes)))
+def _places(
+    found: Graph, columns: list[tuple[str, int | None]], rows: list[tuple[str, int | None, bool]]
+) -> tuple[dict[str, tuple[float, float]], list[float]]:
+    """Return where each node is drawn, and the middle of each token's column, as wide as its fullest row."""
     together = defaultdict[tuple[int, int], list[Node]](list)
     for node in found.nodes:
         together[columns.index(_column(node)), rows.index(_row(node))].append(node)
-    return {
-        node.id: (column + (number - (len(nodes) - 1) / 2) * 0.8 / len(nodes), row + 0.15 * (number % 3))
+    wide = [
+        max(len(nodes) for (at, _), nodes in together.items() if at == column)
+        for column in range(len(columns))
+    ]
+    middles = [sum(wide[:column]) + size / 2 + 0.5 * column for column, size in enumerate(wide)]
+    places = {
+        node.id: (middles[column] + number - (len(nodes) - 1) / 2, row + 0.15 * (number % 3))
         for (column, row), nodes in together.items()
         for number, node in enumerate(nodes)
     }
+    return places, middles
