@@ -27,6 +27,13 @@ SECTIONS = {
     "next": "tbody tr",
     "cost": "#cost-flops",
 }
+LED = "() => clearhead.store.get('leading')?.run === clearhead.store.get('run').run"
+# The head drawn large is the pinned one, else the one that the story names, where it names one.
+LEADS = """() => {
+  const head = clearhead.store.get("head") || clearhead.store.get("leading").head;
+  const drawn = document.querySelector("#attention-head").dataset.head;
+  return (!head || drawn === head) && !document.querySelector("#attention [aria-busy]");
+}"""
 VALUES = """() => {
   const all = {};
   const selector = "main [data-value], main [data-id], main [data-entropy], main [data-parameters]";
@@ -45,15 +52,17 @@ VALUES = """() => {
 
 def walk(seen):
     """Every section seen once, all that is drawn late included; then all values."""
+    led = seen.page.is_visible('nav a[data-view="path"]')  # views begin with the head that the story names
     own = {"ribbon": ".ribbon"} if seen.page.is_visible('nav a[data-view="ribbon"]') else {}
     for section, ready in (own | SECTIONS).items():
         seen.look(section, ready)
+        if section == "path" and led:
+            seen.wait(LED, seconds=60)
     for drawn in ("#attention-large canvas.heat", "#lens-logit"):
         seen.page.locator(drawn).wait_for(state="attached")
     seen.wait("() => !document.querySelector('#input-tinted').hidden")
-    if seen.page.is_visible('nav a[data-view="path"]'):  # the head that views begin with is the path's
-        seen.wait("() => clearhead.store.get('leading')?.run === clearhead.store.get('run').run")
-        seen.wait("() => !document.querySelector('#attention [aria-busy]')")
+    if led:
+        seen.wait(LEADS)
     return seen.page.evaluate(VALUES)
 
 
