@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -68,6 +69,17 @@ def test_biases_are_what_is_left_when_nothing_is_added(name):
     left = float((hidden[query.read.rows] * query.read.directions).sum())
     left += query.read.transform + query.read.bias
     assert logit.bias == pytest.approx(left, abs=1e-9)
+
+
+def test_what_one_thread_holds_another_does_not():
+    """A page answers several questions at a time: what one holds changes no answer of the others."""
+    model = build(attention_gate=True)
+    rows = torch.arange(10).view(2, 5)
+    with torch.no_grad(), ThreadPoolExecutor(1) as other:
+        plain = model(rows).logits
+        with holding(model):
+            held, free = model(rows).logits, other.submit(torch.no_grad()(model), rows).result().logits
+    assert torch.equal(free, plain) and not torch.allclose(held[1], plain[1], atol=1e-3)
 
 
 def dictionary(model, layer, kind, seed=0):

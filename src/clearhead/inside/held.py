@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, cast
 
 import torch
@@ -76,6 +77,11 @@ def holding(model: Transformer) -> Iterator[None]:
     changes: dict[str, Callable[[Tensor], Tensor | None]] = {
         f"{attention.part}.pattern": _first for attention in names.patterned(model.config)
     }
+    thread = get_ident()  # others may run the same model meanwhile
+
+    def own(hook: Callable[..., Tensor]) -> Callable[..., Tensor | None]:
+        return lambda *given: hook(*given) if get_ident() == thread else None
+
     hooks = []
     for stack in (model.encoder, model.decoder):
         if stack is None:
@@ -88,9 +94,9 @@ def holding(model: Transformer) -> Iterator[None]:
         for module in (*stack.blocks.modules(), *([stack.norm] if stack.norm is not None else [])):
             gate = getattr(module, "gate", None) if hasattr(module, "head_axes") else None
             if isinstance(module, LayerNorm | RMSNorm):
-                hooks.append(module.register_forward_hook(_held_norm))
+                hooks.append(module.register_forward_hook(own(_held_norm)))
             elif isinstance(gate, nn.Module):
-                hooks.append(gate.register_forward_hook(lambda module, given, y: _first(y)))
+                hooks.append(gate.register_forward_hook(own(lambda module, given, y: _first(y))))
     try:
         with edit(model, changes):
             yield
