@@ -290,11 +290,11 @@ def ablate(
     means: Values | None = None,
     **options: Any,
 ) -> Ablation:
-    """Measure loss and accuracy with and without parts of a model.
+    """Measure loss and accuracy with and without parts of a model, on data as for `examples_from`.
+
+    Heads, layers and feed-forwards that are named are off together; see `ablating`.
 
     Args:
-        m, data, options: as for `examples_from`.
-        heads, layers, feedforwards: what is off together; see `ablating`.
         how: zero, or mean: of `means`, as `mean_activations` gives them, else of the same data.
     """
     model, examples = opened(m, data, options)

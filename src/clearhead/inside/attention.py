@@ -313,10 +313,9 @@ def attention(
     budget: int | None = BUDGET,
     to: str | Path | None = None,
 ) -> AttentionMaps:
-    """Return the attention patterns of one forward pass.
+    """Return the attention patterns of one forward pass; `m`, `given`, `target`, `pair` are as for `prepare`.
 
     Args:
-        m, given, target, pair: as for `prepare`.
         kinds: self, encoder, cross; None: all that the model has.
         layers: which layers of them; None: all that have a pattern. Those of mixtures and states have none.
         budget: the most cells of a head's pattern; a larger one is put into cells of several tokens: the sum

@@ -173,12 +173,14 @@ def graph(
 ) -> Graph:
     """Return the attribution graph of a logit, pruned. The model is copied in float64.
 
+    The first arguments, down to `pair`, are those of `contributions`.
+
     Args:
-        m, given, token, position, target, against, pair: as for `contributions`.
         features: folders of sparse dictionaries, or dictionaries, of feed-forwards; others stay whole.
         neurons: take the other feed-forwards apart into their neurons.
         scores: also show what made heads look where they look.
-        node_share, edge_share: keep the fewest nodes, and edges among them, that carry so much influence.
+        node_share: keep the fewest nodes that carry so much of the influence.
+        edge_share: keep the fewest edges among them that carry so much of theirs.
         nodes: keep at most so many.
         verify: test every node and edge that is kept by an intervention: see `Graph.difference`.
     """

@@ -167,7 +167,8 @@ def run_with_cache(
         given: a text or its token ids, as one row; several texts or rows of ids, which are padded at the
             right; ids [B, T]; or what else the model reads, such as an image.
         names: of activations, `*` for anything; see `tap_names`.
-        target, pair: as for `prepare`.
+        target: as for `prepare`.
+        pair: as for `prepare`.
     """
     m, patterns = as_model(m), (names,) if isinstance(names, str) else tuple(names)
     several = isinstance(given, Tensor) and given.ndim == 2 and len(given) != 1

@@ -456,8 +456,9 @@ def trace(
 ) -> Trace:
     """Run one input through the model and return its forward pass as a list of steps.
 
+    `m`, `given`, `target` and `pair` are as for `prepare`; `given` may be numbers [T, d_input] too.
+
     Args:
-        m, given, target, pair: as for `prepare`; numbers [T, d_input] too.
         top: number of candidates to show.
         keep_values: keep the tensor of every step, of the named steps, or what a function makes of each;
             other steps keep a summary only.
