@@ -124,8 +124,7 @@ def test_every_term_is_defined_where_it_stands(live):
 def test_the_path_is_on_the_first_screen_of_a_phone(watched, served):
     """At 390 pixels: nothing runs off sideways, the tokens of the path are seen, and a finger can choose."""
     seen = watched(viewport={"width": 390, "height": 844}, has_touch=True).open(served("decoder").url)
-    seen.page.locator(".path-picture").wait_for()
-    seen.page.wait_for_timeout(300)
+    seen.page.locator("#story").wait_for(timeout=60_000)
     assert seen.page.evaluate("document.querySelector('.path-picture').getBoundingClientRect().bottom") <= 844
     assert seen.page.evaluate("scrollY") == 0
     for view in seen.data("nav a:not([hidden])", "view"):

@@ -104,7 +104,7 @@ function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answe
   const two = columns.some((one) => one.side === "source");
   const narrow = room < PATH_NARROW;
   const named = columns.map((one) => word(one));
-  const [left, right, top, gap] = [pathLeft(room), narrow ? 62 : 176, 48, two ? PATH_GAP : 0];
+  const [left, right, top, gap] = [pathLeft(room), narrow ? 72 : 176, 48, two ? PATH_GAP : 0];
   const foot = 42 + (named.some(Boolean) ? 16 : 0) + (two ? 18 : 0);
   const wide = Math.max(PATH_LEAST, Math.min(150, (room - left - right - gap) / columns.length));
   const high = Math.max(9, Math.min(104, (tall - top - foot) / layers.length));
@@ -140,7 +140,9 @@ function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answe
     const text = one.side === "main" && texted(layer) ? short(cell(layer, one.place)) : "";
     return text ? [{ x: x(place), y: y(layer), half: 3.8 * text.length + 3, text, looks: `path-cell mono${here(one) ? " path-here" : ""}` }] : [];
   }));
-  const gutter = left + wide * columns.length + gap + 10; // where the pulses stand
+  const gutter = left + wide * columns.length + gap + 10; // where the pulses stand, those of one layer one below another
+  const ofLayer = (pulse) => pulses.filter((one) => one.layer === pulse.layer);
+  const pulsed = (pulse) => y(pulse.layer) + Math.min(15, high / 2) * (ofLayer(pulse).indexOf(pulse) - (ofLayer(pulse).length - 1) / 2);
   return svg(
     "svg",
     { viewBox: `0 0 ${width} ${height}`, class: "path-picture", role: "img", width, height, "aria-label": `Arcs from the tokens that ${answer} came from, through heads; the table lists them` },
@@ -149,7 +151,7 @@ function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answe
     svg("path", { class: "path-spine", d: `M${x(column)},${y(0) + high / 2 + 6} L${x(column)},${top - 4} L${middle},${top - 14}` }),
     drawn.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": thick(edge), "stroke-opacity": edge.number === chosen ? 1 : 0.35 + 0.5 * share(edge.value), onclick: edge.why ? null : () => choose(edge.number) }, svg("title", {}, edge.words))),
     cells.map((one) => pathPlate(one.x, one.y, one.half, one.text, one.looks)),
-    pulses.map(({ layer, value, name, words }) => [svg("circle", { cx: gutter, cy: y(layer), r: 2.5 + 5.5 * Math.sqrt(Math.abs(value) / largest), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words)), high < 12 && share(value) < 0.5 ? null : svg("text", { x: gutter + 12, y: y(layer) + 4, class: "path-layer" }, narrow ? signed(value, 2) : `${name} ${signed(value)}`)]),
+    pulses.map((pulse) => [pulse, pulsed(pulse)]).map(([{ value, name, words }, cy]) => [svg("circle", { cx: gutter, cy, r: 2.5 + 5.5 * Math.sqrt(Math.abs(value) / largest), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words)), high < 12 && share(value) < 0.5 ? null : svg("text", { x: gutter + 12, y: cy + 4, class: "path-layer" }, narrow ? signed(value, 2) : `${name} ${signed(value)}`)]),
     pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2).slice(0, PATH_NAMED), cells).map((one) => pathPlate(one.x, one.y, one.half, one.name, "path-name")),
     columns.map((one, place) => {
       const colour = tint(one);
@@ -274,8 +276,8 @@ export const pathSection = {
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that contributed most.` : "";
       asksFor = columns.filter((one) => one.side === "main").map((one) => pathColumn(run, one.place, reader)).filter((place) => place >= 0);
+      showFinding(direct); // before the picture, which is as tall as what stands over it leaves room for
       drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: pathTall(picture, room), word: (one) => wholeWord(one.side === "source" ? run.source : run.tokens, one.place), gave: { main: body.sources, source: body.memory || [] }, choose });
-      showFinding(direct);
       replace(picture, drawing);
       replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
     }
