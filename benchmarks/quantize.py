@@ -32,8 +32,7 @@ from clearhead.inside.quantize import (
 )
 from clearhead.run.kernels import library
 from clearhead.run.kernels.native import Pointers
-from clearhead.run.quant.apply import QuantPlan, linear_names, quantize_model
-from clearhead.run.quant.calibrate import moments
+from clearhead.run.quant.apply import QuantPlan, linear_names, moments, quantize_model
 from clearhead.run.quant.grid import Grid, nearest_codes
 from clearhead.run.quant.layers import QuantizedLinear, quantized_parts
 from clearhead.run.quant.methods import CALIBRATED

@@ -27,11 +27,16 @@ from clearhead.hub.openai_whisper import CODES, LANGUAGES, read_vocabulary, rule
 from clearhead.hub.preprocessor import Spectrogram
 from clearhead.learn.data.sounds import read_sound, resampled
 from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback
-from clearhead.learn.tasks.results import Segment
+from clearhead.learn.tasks.results import Segment, segments_as, transcript_lines
 from clearhead.learn.tasks.speech import SpeechRequest, Transcriber
-from clearhead.learn.tasks.subtitles import as_format, lines
-from clearhead.learn.tasks.timestamps import Timestamps, segments_of
-from clearhead.learn.tasks.word_times import median_filtered, split_words, token_positions, warped
+from clearhead.learn.tasks.timestamps import (
+    Timestamps,
+    median_filtered,
+    segments_of,
+    split_words,
+    token_positions,
+    warped,
+)
 from tests.hub.packages import packaged
 from tests.whisper import sounds, whisper_folder
 
@@ -474,7 +479,7 @@ def test_words_of_the_command(alert, tmp_path, clearhead):
     made = m.transcribe(clip, words=True)
     assert len(made.words) > 3 and made.ids == m.transcribe(clip).ids
     code, out, _ = clearhead("transcribe", alert, clip, "--words")
-    assert code == 0 and out.splitlines() == lines(made, False, words=True)
+    assert code == 0 and out.splitlines() == transcript_lines(made, False, words=True)
     assert out.startswith(f"[00:0{made.words[0].start:.3f} --> 00:0{made.words[0].end:.3f}] ")
     code, out, _ = clearhead("transcribe", alert, clip, "--words", "--json")
     told = json.loads(out)["words"]
@@ -554,7 +559,7 @@ def test_subtitles_are_those_of_whisper_s_writers(format, tmp_path):
         result = {"segments": [{"start": one.start, "end": one.end, "text": one.text} for one in made]}
         getattr(writers, f"Write{format.upper()}")(str(tmp_path))(result, f"{count}.wav")
         with writing(tmp_path / "ours") as write:
-            if text := as_format(made, format):
+            if text := segments_as(made, format):
                 write(text)
         assert (tmp_path / "ours").read_bytes() == (tmp_path / f"{count}.{format}").read_bytes()
 
@@ -570,7 +575,7 @@ def test_formats_of_the_command(folder, tmp_path, clearhead):
     assert len(made.segments) > 1
     for format in ("srt", "vtt", "txt"):
         code, out, _ = clearhead("transcribe", folder, clip, "--format", format)
-        assert code == 0 and out == as_format(made.segments, format) + "\n"
+        assert code == 0 and out == segments_as(made.segments, format) + "\n"
         target = tmp_path / f"out.{format}"
         code, said, _ = clearhead("transcribe", folder, clip, "--format", format, "--output", target)
         assert code == 0 and not said and target.read_text(encoding="utf-8") == out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.app.plot.graph import draw_graph
+from clearhead.app.plot.circuits import draw_graph
 from clearhead.inside.attribution import looks
 from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.held import CutPass, exact_copy, holding, part_of

@@ -16,8 +16,7 @@ from clearhead.run.kernels.native import NativeBlock, NativeQuantized, NativeTab
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant import methods
-from clearhead.run.quant.apply import dequantized, quantize_model
-from clearhead.run.quant.calibrate import drawn_sizes
+from clearhead.run.quant.apply import dequantized, drawn_sizes, quantize_model
 from clearhead.run.quant.grid import BLOCK, Grid, fitted, nearest_codes, pack, unpack
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts, rounding_bound
 from clearhead.run.quant.methods import METHODS, output_error

@@ -16,7 +16,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.errors import BusyError
-from clearhead.learn.tasks.subtitles import as_format
+from clearhead.learn.tasks.results import segments_as
 from clearhead.run.serve import audio, server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
@@ -75,7 +75,7 @@ def test_subtitles_are_those_of_the_command(client, hearing, format):
     want = hearing.transcribe(heard(clip), temperature=FALLBACK, timestamps=True)
     assert len(want.segments) > 1
     made = client.audio.transcriptions.create(model="whisper", file=file_of(clip), response_format=format)
-    assert made == as_format(want.segments, format) + "\n"
+    assert made == segments_as(want.segments, format) + "\n"
 
 
 def test_verbose_json_has_segments_and_words(client, hearing):

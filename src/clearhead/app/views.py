@@ -153,7 +153,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "probe": Command("train linear probes on each layer", "commands.learned:probe", loads=PLACED),
         "graph": Command(
             "attribution graph: the paths of parts that led to a token",
-            "commands.graph:graph",
+            "commands.circuits:graph",
             loads=TOKENIZER,
         ),
         "patch": Command(

@@ -30,10 +30,10 @@ from clearhead.run.quant.apply import (
     MethodName,
     QuantPlan,
     linear_names,
+    moments,
     quantize_model,
     shared_copy,
 )
-from clearhead.run.quant.calibrate import moments
 from clearhead.run.quant.layers import quantized_parts
 from clearhead.run.quant.methods import CALIBRATED
 from clearhead.variants.contexts import evaluating

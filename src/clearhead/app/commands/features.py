@@ -93,7 +93,7 @@ def train(
               ("measure", ">value"), rows),
         speed,
     ]  # fmt: skip
-    return View(trained, parts, drawing("features:draw_training", trained), trained.notes)
+    return View(trained, parts, drawing("circuits:draw_training", trained), trained.notes)
 
 
 def show(

@@ -12,7 +12,12 @@ from typing import Any, Literal
 from clearhead.app.commands.common import Folder, check_apart, load_model, print_notes, writing
 from clearhead.app.commands.texts import Input, results
 from clearhead.errors import ClearheadError, InputError, refuse
-from clearhead.learn.tasks.subtitles import SUFFIXES, as_format, body, lines
+from clearhead.learn.tasks.results import (
+    TRANSCRIPT_SUFFIXES,
+    segments_as,
+    transcript_lines,
+    transcript_values,
+)
 
 
 def transcribe(
@@ -71,7 +76,7 @@ def transcribe(
     refuse(not files, "no sound was given: name one file or several after the directory")
     refuse(max_new_tokens is not None and max_new_tokens < 1, f"max-new-tokens {max_new_tokens} is below 1")
     refuse(json and format is not None, f"--json and --format {format} were both given: leave one out")
-    single, whole = len(files) == 1, format if format in SUFFIXES else None
+    single, whole = len(files) == 1, format if format in TRANSCRIPT_SUFFIXES else None
     refuse(words and whole, f"--words and --format {format} were both given: words go with json, or alone")
     refuse(single and not files[0].is_file(), f"{files[0]} is no file: give a sound file")
     check_apart(output, files)
@@ -110,14 +115,16 @@ def transcribe(
                 if json or format == "json":
                     write(jsonlib.dumps({"file": name, "error": str(transcript)}))
             elif json or format == "json":
-                write(jsonlib.dumps({"file": name, **body(transcript, words)}, ensure_ascii=False))
+                values = {"file": name, **transcript_values(transcript, words)}
+                write(jsonlib.dumps(values, ensure_ascii=False))
             elif whole is not None:
                 with writing(targets.get(Path(name))) as write_whole:
-                    if text := as_format(transcript.segments, whole):
+                    if text := segments_as(transcript.segments, whole):
                         write_whole(text)
             else:
                 shown = (
-                    f"{'' if single else f'{name}: '}{line}" for line in lines(transcript, timestamps, words)
+                    f"{'' if single else f'{name}: '}{line}"
+                    for line in transcript_lines(transcript, timestamps, words)
                 )
                 for line in shown:
                     write(line)

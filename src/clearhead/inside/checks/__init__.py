@@ -7,10 +7,10 @@ its dtype.
     independent  against the float64 reference, which shares no code with the model, and against transformers;
                  quantized models, two towers
     long         the same on long inputs, past every length at which a model changes what it does
-    edges        circuits of all edges and of none, one edge by hand, integrated gradients
     rows         kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler;
                  accumulated gradients, resumed runs
-    features     a dictionary computes its formula; in a model, with its error, it changes nothing
+    effects      contributions, scores and graphs add up; circuits of all edges and of none, one edge by hand,
+                 integrated gradients; a dictionary computes its formula, and with its error changes nothing
 """
 
 import time
@@ -20,9 +20,7 @@ import torch
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.inside.checks.edges import edge_rows
-from clearhead.inside.checks.effects import effects_rows
-from clearhead.inside.checks.features import feature_rows
+from clearhead.inside.checks.effects import edge_rows, effects_rows, feature_rows
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
 from clearhead.inside.checks.rows import (
     LARGE,

@@ -4,7 +4,7 @@ A window is as long as the encoder has positions, mostly 30 seconds. A longer so
 begin where the last segment of the one before ended, so its transcript has times whether they are asked for
 or not. A window of several sounds is read together; each comes out as it would alone. How a window is read,
 drawn again or skipped is in `fallback`, the rules of times in `timestamps`, when each word was spoken in
-`word_times`.
+`timestamps`.
 
 Shapes: B windows read together, N samples, T frames of a window, M mel bands, V vocabulary.
 """
@@ -30,11 +30,12 @@ from clearhead.learn.data.sounds import Samples, read_sound, resampled
 from clearhead.learn.tasks.fallback import Fallback, WindowBatch, make_fallback, read_windows
 from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Segment, SpokenWord, Transcription, WindowReading
-from clearhead.learn.tasks.timestamps import Timestamps, segments_of
-from clearhead.learn.tasks.word_times import (
+from clearhead.learn.tasks.timestamps import (
+    Timestamps,
     alignment_heads,
     median_width,
     read_again,
+    segments_of,
     split_words,
     token_positions,
 )

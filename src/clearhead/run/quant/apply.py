@@ -1,13 +1,19 @@
 """A copy of a model whose linear layers and token tables are quantized. The model stays as it was.
 
+How weights are rounded depends on what a layer reads: the second moment of its inputs on texts, or their mean
+squares. Which inputs are large is much the same whatever a model reads. Tokens drawn at random tell it well
+enough, and a model can be calibrated so without any text.
+
 Shapes: N width out, D width in, T tokens.
 """
 
 import copy
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, cast, get_args
 
 import torch
@@ -17,10 +23,68 @@ from clearhead.core.heads import LanguageHead
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.run.kernels.training import block_linears
-from clearhead.run.quant.calibrate import drawn_sizes, moments
 from clearhead.run.quant.grid import Grid
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, quantized_parts
 from clearhead.run.quant.methods import CALIBRATED, METHODS, Rounding, hqq, output_error, rtn
+from clearhead.variants.contexts import evaluating
+
+DRAWN = 256  # tokens
+
+
+@torch.no_grad()
+def moments(model: Transformer, rows: Iterable[Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the mean of x xᵀ over what each named linear layer reads, by name: [D, D].
+
+    `rows` are ids [1, T]. Layers that read the same tensor, such as queries, keys and values, share theirs.
+    """
+    sums: dict[str, tuple[Tensor, int]] = {}
+    latest: list[tuple[Tensor, Tensor]] = []  # the input seen last, and its product with itself
+
+    def see(name: str, part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        if not latest or latest[0][0] is not x:
+            rows = x.reshape(-1, x.shape[-1]).float()
+            latest[:] = [(x, rows.t() @ rows)]
+        before, count = sums.get(name, (torch.zeros_like(latest[0][1]), 0))
+        sums[name] = before + latest[0][1], count + x.numel() // x.shape[-1]
+
+    with _watched(model, names, see):
+        for row in rows:
+            model(row.to(next(model.parameters()).device), logits="last")
+    return {name: total / count for name, (total, count) in sums.items()}
+
+
+@torch.no_grad()
+def drawn_sizes(model: Transformer, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return the mean squares of what each named layer reads of tokens drawn at random, by name: [D].
+
+    Empty for a model that reads more than tokens, or no tokens.
+    """
+    config, sizes = model.config, dict[str, Tensor]()
+    if config.family != "decoder" or config.head != "lm":
+        return sizes
+    length = min(DRAWN, config.max_positions)
+    ids = torch.randint(config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+
+    def see(name: str, part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        sizes[name] = inputs[0].reshape(-1, inputs[0].shape[-1]).float().square().mean(0)
+
+    with _watched(model, names, see):
+        model(ids.to(next(model.parameters()).device), logits="last")
+    return sizes
+
+
+@contextmanager
+def _watched(model: Transformer, names: Iterable[str], see: Callable[..., None]) -> Iterator[None]:
+    """Show the inputs of the named layers to `see` within a `with` block, in eval mode."""
+    hooks = [model.get_submodule(name).register_forward_pre_hook(partial(see, name)) for name in names]
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
 
 MethodName = Literal["rtn", "hqq", "imatrix", "gptq", "awq"]
 NAMES = {"int8": 8, "int4": 4}

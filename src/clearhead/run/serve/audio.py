@@ -25,9 +25,8 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from clearhead.errors import BusyError, ClearheadError, InputError, MissingExtraError, RequestError, refuse
 from clearhead.hub.openai_whisper import LANGUAGES
 from clearhead.learn.data.sounds import read_sound
-from clearhead.learn.tasks.results import Transcription
+from clearhead.learn.tasks.results import Transcription, segments_as
 from clearhead.learn.tasks.speech import Hearing, SpeechRequest, Task, Transcriber
-from clearhead.learn.tasks.subtitles import as_format
 from clearhead.run.generate.stream import PARTIAL
 from clearhead.run.serve.answers import LOOK
 from clearhead.run.serve.engine import ServeEngine
@@ -224,7 +223,7 @@ class SpeechJob:
         """Return a transcript in the format that was asked for."""
         format = body.response_format
         if format in ("srt", "vtt"):
-            return PlainTextResponse(as_format(transcript.segments, format) + "\n")
+            return PlainTextResponse(segments_as(transcript.segments, format) + "\n")
         if format == "text":
             return PlainTextResponse(transcript.text + "\n")
         told: dict[str, Any] = {"text": transcript.text}
