@@ -23,11 +23,17 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.core.attention import KERNELS, Attention
-from clearhead.run.generate import steps as made
-from clearhead.run.generate.decode import decode, prefill, prefill_fixed
+from clearhead.run.generate.decode import (
+    COMPILER_OPTIONS,
+    CompiledStep,
+    Running,
+    Steps,
+    decode,
+    prefill,
+    prefill_fixed,
+)
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Ends, Prompts
-from clearhead.run.generate.steps import CompiledStep, Running, Steps
 from clearhead.run.kernels import kernels as kernels_module
 from clearhead.run.kernels import prepare
 from clearhead.run.kernels.fixed_cache import HeadConfig, MatmulConfig
@@ -267,8 +273,8 @@ def formula(
 def variant(name: str) -> tuple[Callable[[ch.Transformer], ch.Transformer], str]:
     """How a model is made ready for a variant, and the compiler's name."""
     kernels, backend, options, attention = VARIANTS[name]
-    made.OPTIONS.clear()
-    made.OPTIONS.update(options)
+    COMPILER_OPTIONS.clear()
+    COMPILER_OPTIONS.update(options)
     kernels_module.MOST_ROWS = 0 if kernels == "attention" else kernels_module.MOST_ROWS
     KERNELS["formula"] = formula
 

@@ -13,7 +13,7 @@ from clearhead.app.explorer.record import export, record, show
 from clearhead.app.explorer.session import Opened
 from clearhead.hub.tokens.text import visible
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import distribution
+from clearhead.run.generate.sequence import distribution
 from tests.browser.test_numbers import INPUTS, SETTINGS
 from tests.explorer.toys import HOSTILE, hostile, serving, toy
 

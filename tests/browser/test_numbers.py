@@ -16,7 +16,7 @@ from clearhead.inside.inputs import choices_of, prepare
 from clearhead.inside.lens import contributions, lens
 from clearhead.inside.trace import trace
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import distribution
+from clearhead.run.generate.sequence import distribution
 from tests.explorer.toys import picture, toy
 
 pytestmark = pytest.mark.ledger("F2", "K1", "K2", "K3", "K9")

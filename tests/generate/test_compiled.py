@@ -11,10 +11,9 @@ import clearhead as ch
 from clearhead.core.attention import fused
 from clearhead.core.norms import RMSNorm
 from clearhead.core.positions import Rotary, rotate
-from clearhead.run.generate.decode import decode, length_buckets
+from clearhead.run.generate.decode import Steps, decode, length_buckets
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Ends, Prompts
-from clearhead.run.generate.steps import Steps
 from clearhead.run.kernels.fixed_cache import HeadConfig, MatmulConfig
 from clearhead.run.kernels.kernels import step_attend, step_linear
 from clearhead.run.kernels.prepare import StepBlock, prepared
@@ -205,7 +204,7 @@ def test_many_models_are_compiled_in_one_process():
 
 @pytest.mark.cpu
 def test_generate_compiles_when_asked_and_follows_the_weights(monkeypatch):
-    monkeypatch.setattr("clearhead.run.generate.engine.Steps", functools.partial(Steps, backend="eager"))
+    monkeypatch.setattr("clearhead.run.bundle.Steps", functools.partial(Steps, backend="eager"))
     torch.manual_seed(0)
     loaded = ch.Model(ch.Transformer(LLAMA.replace(n_layers=1)).eval())
     plain = loaded.generate([1, 2, 3], 8)

@@ -13,8 +13,16 @@ import clearhead as ch
 from clearhead.core.embedding import Embedding
 from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for, decode, greedy
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import Dice, adjust, distribution, draw
-from clearhead.run.generate.sequence import LENGTH_ALONE, Ends, Prompts, Sequence
+from clearhead.run.generate.sequence import (
+    LENGTH_ALONE,
+    Dice,
+    Ends,
+    Prompts,
+    Sequence,
+    adjust,
+    distribution,
+    draw,
+)
 from tests.harness import build, scramble
 
 V = 64

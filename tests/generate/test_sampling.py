@@ -12,7 +12,7 @@ import clearhead as ch
 from clearhead.app import cli
 from clearhead.errors import InputError
 from clearhead.run.generate.request import Request, keep_min_p, keep_top_k, keep_top_p, keep_typical
-from clearhead.run.generate.sampling import (
+from clearhead.run.generate.sequence import (
     History,
     adjust,
     adjust_by,

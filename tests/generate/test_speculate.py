@@ -10,8 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import adjust, distribution, draw
-from clearhead.run.generate.sequence import Prompts
+from clearhead.run.generate.sequence import Prompts, adjust, distribution, draw
 from clearhead.run.generate.speculate import DraftModel, PromptLookup, Proposal, accept, speculate
 from tests.harness import build
 

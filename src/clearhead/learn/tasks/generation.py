@@ -36,11 +36,9 @@ from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Generation, Score
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate import beam, sequence, speculate
-from clearhead.run.generate.checks import check_options
-from clearhead.run.generate.decode import decode
+from clearhead.run.generate.decode import check_options, decode
 from clearhead.run.generate.request import ANSWER_TOKENS, Request, RequestOptions, make_request, with_own
-from clearhead.run.generate.sampling import logprobs_of
-from clearhead.run.generate.sequence import Ends, Prompts
+from clearhead.run.generate.sequence import Ends, Prompts, logprobs_of
 from clearhead.run.generate.stream import TextStream
 from clearhead.variants.contexts import evaluating
 from clearhead.variants.inputs import check_stack_input

@@ -30,7 +30,7 @@ from clearhead.learn.tasks.generation import chat_ids
 from clearhead.run.api import Model
 from clearhead.run.generate.decode import prefill
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import distribution, draw
+from clearhead.run.generate.sequence import distribution, draw
 from clearhead.run.kernels.lora import LoraLinear
 from clearhead.variants.contexts import evaluating
 

@@ -23,11 +23,17 @@ from clearhead.core.dtypes import precise, wide
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.learn.batches.ragged import by_length
-from clearhead.run.generate.checks import check_request, is_stretched
-from clearhead.run.generate.decode import RESERVE, prefill
+from clearhead.run.generate.decode import RESERVE, check_request, is_stretched, prefill
 from clearhead.run.generate.request import REMOVED, Request
-from clearhead.run.generate.sampling import Standing, adjust, adjust_by, check_best
-from clearhead.run.generate.sequence import LENGTH_ALONE, Ends, Prompts
+from clearhead.run.generate.sequence import (
+    LENGTH_ALONE,
+    Ends,
+    Prompts,
+    Standing,
+    adjust,
+    adjust_by,
+    check_best,
+)
 from clearhead.run.kernels.native import best_tokens
 
 # Beams carried on together. Prompts are taken in the order of their length, so that less is padding. On a CPU

@@ -7,37 +7,212 @@ the new ones; so are the last tokens of a text that slides, for each token past 
 scaling changes with every token: cached keys keep the angles of their time, as in transformers, so that
 generation goes its own way from a forward pass over the whole text.
 
+On a GPU the step of a token is captured as one CUDA graph, made once for a size of batch and cache. Where
+asked, and then on a CPU too, it is compiled first. Sizes go by a few coarse buckets, so that prompts of all
+lengths share a handful of steps. A row that has ended runs on unseen.
+
 Shapes: B rows still running, S source length, T prompt length, V vocabulary, D model.
 """
 
+import math
+import warnings
 from collections import abc
 from collections.abc import Callable
-from typing import cast
+from types import FunctionType, MethodType
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from clearhead.core.cache import Cache
+from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
-from clearhead.errors import refuse
+from clearhead.errors import first_line, refuse
 from clearhead.learn.batches.ragged import padded, real_tokens
-from clearhead.run.generate.checks import (
-    check_request,
-    is_stretched,
-    slides,
-    steps_back,
-    stream_room,
-    streams,
-)
 from clearhead.run.generate.exits import ExitStep
-from clearhead.run.generate.request import Request
-from clearhead.run.generate.sampling import NOT_NUMBERS, adjust_by, best_of
-from clearhead.run.generate.sequence import LENGTH_ALONE, Ends, Prompts, Sampler, Sequence
-from clearhead.run.generate.steps import CompiledStep, OnHost, Running, Steps, warn_uncompiled
+from clearhead.run.generate.request import SINKS, Request
+from clearhead.run.generate.sequence import (
+    LENGTH_ALONE,
+    NOT_NUMBERS,
+    Ends,
+    Prompts,
+    Sampler,
+    Sequence,
+    adjust_by,
+    best_of,
+)
+from clearhead.run.kernels.cuda_graph import captured
 from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache
+from clearhead.run.kernels.kernels import choose
 from clearhead.run.quant.cache import int8_cache
-from clearhead.variants.caches import StreamCache, WindowCache
+from clearhead.variants.caches import StreamCache, WindowCache, check_stream
 from clearhead.variants.cuda_attention import without_cudnn
+
+SMALLEST_SLOTS = 512  # slots of the smallest cache; larger ones double
+CAPTURED_SHARE = 0.25  # of a GPU's memory, for the keys of captured CUDA graphs that no call uses
+# Matmuls with one row become fused reductions, which read weights faster than the library's matmul.
+COMPILER_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "triton.cudagraphs": False}
+
+
+def rows_bucket(rows: int) -> int:
+    """Round up to 1, 2, 4, 8, or a multiple of 8."""
+    return 1 << (rows - 1).bit_length() if rows <= 8 else 8 * math.ceil(rows / 8)
+
+
+def slots_bucket(slots: int, smallest: int = SMALLEST_SLOTS) -> int:
+    """Double the smallest size until it is enough."""
+    return max(smallest, 1 << (slots - 1).bit_length())
+
+
+class CompiledStep:
+    """One more token for each of `rows` rows, with room for `slots` tokens each.
+
+    With `backend` None the step is not compiled, but captured as it is; this takes a GPU.
+    """
+
+    def __init__(
+        self, model: Transformer, rows: int, slots: int, source: int = 0, backend: str | None = "inductor"
+    ) -> None:
+        weight = next(model.parameters())
+        device, self.model = weight.device, model
+        self.cache = FixedCache(model.config, rows, slots, weight.dtype, device, source)
+        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)  # what goes in next
+        # By slot: the most probable token after it.
+        self.made = torch.zeros(rows, slots, dtype=torch.long, device=device)
+        self.logits = torch.zeros(rows, model.config.vocab_size, dtype=weight.dtype, device=device)
+        self._forward()  # parts of the model make now what they make at first use, before the compiler
+        run: Callable[[], object] = self._forward
+        if backend is not None:
+            options = COMPILER_OPTIONS if backend == "inductor" and device.type == "cuda" else None
+            # The compiler keeps what it made by code object, a few for each: a step has one of its own.
+            step = FunctionType(CompiledStep._forward.__code__.replace(), globals())
+            run = torch.compile(
+                MethodType(step, self), fullgraph=True, dynamic=False, backend=backend, options=options
+            )
+            run()
+        self.replay = run if backend is None else self._or_uncompiled(run)
+        if device.type == "cuda":
+            self.replay = captured(run)
+
+    def _forward(self) -> None:
+        logits = self.model(self.ids, cache=self.cache, logits="last").logits[:, -1]
+        choose(logits, self.cache.index, self.made, self.ids, self.logits)
+
+    def _or_uncompiled(self, run: Callable[[], object]) -> Callable[[], object]:
+        """Return `run` with a way out, for a setting of the process that changes and will not compile."""
+        compiler = torch._dynamo.exc
+
+        def attempt() -> None:
+            try:
+                run()
+            except (compiler.TorchDynamoException, compiler.FailOnRecompileLimitHit) as error:
+                warn_uncompiled(first_line(error))  # it failed before anything ran
+                self.replay = self._forward
+                self.replay()
+
+        return attempt
+
+    def __call__(self, chosen: Tensor, cache: Cache) -> Tensor:
+        """Run as a `Step` of `decode`, with the rows that are `Running`: chosen [B] -> logits [B, V]."""
+        assert isinstance(cache, Running)
+        self.ids[cache.row_index, 0] = chosen
+        self.run(1)
+        return self.logits[cache.row_index]
+
+    def run(self, count: int) -> Tensor:
+        """Run `count` times, each time on the most probable token; return those tokens [B, count]."""
+        start = self.cache.length
+        for _ in range(count):
+            self.replay()
+        # A step that runs uncompiled, because someone watches, counts by itself.
+        self.cache.length = start + count
+        return self.made[:, start : start + count]
+
+
+class OnHost:
+    """An asynchronous copy of a tensor to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        self.copy.copy_(tensor, non_blocking=True)
+        self.arrived = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def tolist(self) -> list[list[int]]:
+        """Wait for the copy, and return its numbers."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return cast(list[list[int]], self.copy.tolist())
+
+
+class Running(Cache):
+    """The rows of a fixed cache that have not ended."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        super().__init__()
+        self.row_index = torch.arange(rows, device=device)
+
+    def reorder(self, rows: Tensor, cross: bool = True) -> None:
+        """Keep these rows, as in `Cache`; in the fixed cache nothing moves."""
+        self.row_index = self.row_index[rows]
+
+
+class Steps:
+    """The steps of one model by size, each made when first needed and kept.
+
+    On a GPU a step is captured as a CUDA graph, which takes a second; one that was compiled, which takes a
+    minute, is quicker and is used once it is there.
+    """
+
+    def __init__(self, model: Transformer, backend: str = "inductor") -> None:
+        self.model, self.backend = model, backend
+        self.made: dict[tuple[int, int, int], CompiledStep] = {}
+        self.captured: dict[tuple[int, int, int], CompiledStep] = {}  # the one used last comes last
+        reasons = {
+            "its experts are chosen on the host": model.config.n_experts > 0,
+            "its layers take some tokens alone": min(model.config.main.capacities) < 1,
+            "its angles depend on the longest row in the batch": model.config.rotates_by_length,
+        }
+        self.unfit = next(
+            (reason for reason, holds in reasons.items() if holds), None
+        )  # why none can be made
+        self.captures = next(model.parameters()).is_cuda and self.unfit is None
+
+    def find(self, rows: int, slots: int, source: int, compiles: bool) -> CompiledStep | None:
+        """Return the step for these sizes, compiled if asked; None where none can be made."""
+        size = (rows_bucket(rows), slots_bucket(slots), slots_bucket(source, 64) if source else 0)
+        if size not in self.made and compiles and self.unfit is None:
+            self.captured.pop(size, None)
+            try:
+                self.made[size] = CompiledStep(self.model, *size, backend=self.backend)
+            except Exception as error:  # compilers fail in many ways, and none is a reason not to generate
+                self.unfit = first_line(error)
+                warn_uncompiled(self.unfit)
+        return self.made.get(size) or self._capture(size)
+
+    def _capture(self, size: tuple[int, int, int]) -> CompiledStep | None:
+        """Return the captured step of this size; None where it cannot be captured, or has no room."""
+        step = self.captured.pop(size, None)
+        if step is None and self.captures:
+            try:
+                step = CompiledStep(self.model, *size, backend=None)
+            except torch.OutOfMemoryError:  # a growing cache needs less
+                self.captured.clear()
+            except Exception:  # something that a CUDA graph cannot hold, such as a copy to the host
+                self.captures = False
+        if step is not None:
+            self.captured[size] = step
+            most = torch.cuda.get_device_properties(step.ids.device).total_memory * CAPTURED_SHARE
+            while len(self.captured) > 1 and sum(step.cache.nbytes for step in self.captured.values()) > most:
+                self.captured.pop(next(iter(self.captured)))
+        return step
+
+
+def warn_uncompiled(reason: str) -> None:
+    """Warn that the step runs uncompiled."""
+    warnings.warn(f"the decode step runs uncompiled: {reason}", RuntimeWarning, stacklevel=2)
+
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
 PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
@@ -245,3 +420,91 @@ def prefill_right(model: Transformer, prompts: abc.Sequence[abc.Sequence[int]], 
         found = hidden[rows, (last - start).clamp(0, hidden.shape[1] - 1)]  # B D
         states = found if start == 0 else torch.where((last >= start)[:, None], found, states)
     return cast(Tensor, model.head(states[:, None], None)[:, -1])
+
+
+def steps_back(model: Transformer) -> bool:
+    """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
+    return all(kind.masked for kind in model.config.main.kinds)
+
+
+def slides(model: Transformer, request: Request, prompts: Prompts) -> bool:
+    """Return True where a text may pass the model's positions, and its last tokens are to be read alone."""
+    longest = prompts.longest + request.max_new_tokens - 1
+    return request.overflow == "slide" and prompts.source is None and longest > model.config.max_positions
+
+
+def stream_room(model: Transformer, request: Request) -> tuple[int, int]:
+    """Return how many tokens a text that streams keeps, and how many of them are sinks."""
+    sinks = SINKS if request.sinks is None else request.sinks
+    return request.stream_window or model.config.max_positions, sinks
+
+
+def streams(model: Transformer, request: Request, prompts: Prompts) -> bool:
+    """Return True where a text may pass what is kept of it, and its first and last tokens are kept alone."""
+    longest = prompts.longest + request.max_new_tokens - 1
+    return request.overflow == "stream" and longest > stream_room(model, request)[0]
+
+
+def is_stretched(model: Transformer, length: int) -> bool:
+    """Return True where longrope takes its long divisors, which turn even the first tokens otherwise."""
+    scaling = model.config.rope_scaling
+    if scaling is None or scaling.kind != "longrope":
+        return False
+    return length > (scaling.original_positions or model.config.max_positions)
+
+
+def check_request(model: Transformer, request: Request, prompts: Prompts, ends: Ends) -> None:
+    """Raise `InputError` where the model cannot do what is asked."""
+    check_options(model, request, ends)
+    config = model.config
+    refuse(
+        not prompts.ids or not all(map(len, prompts.ids)),
+        "a prompt is empty: give one token at least, such as the beginning-of-text token",
+    )
+    sliding = slides(model, request, prompts)
+    refuse(
+        sliding and (request.num_beams > 1 or prompts.longest > config.max_positions),
+        f"beams and prompts of more than {config.max_positions} tokens, the model's positions, do not slide: "
+        "leave beams out, shorten the prompt, or ask for fewer new tokens",
+    )
+    refuse(
+        sliding and request.early_exit is not None,
+        f"early_exit with a text that slides past the model's {config.max_positions} positions, and is read "
+        "anew for each token: leave early_exit out, or ask for fewer new tokens",
+    )
+    needed = prompts.longest + request.max_new_tokens - 1
+    refuse(
+        config.positions in TABLES and needed > config.max_positions and not sliding,
+        f"a prompt of {prompts.longest} tokens and {request.max_new_tokens} new ones need {needed} "
+        f"positions and the model has {config.max_positions}: shorten one of them, or choose "
+        "overflow slide, which keeps the last tokens of the text as it grows, or window, those of the prompt",
+    )
+
+
+def check_options(model: Transformer, request: Request, ends: Ends) -> None:
+    """Raise `InputError` where the model cannot do what is asked, whatever the prompts are."""
+    config, size = model.config, model.config.vocab_size
+    refuse(
+        config.head != "lm", f"this model's head is {config.head}: only a language model (head lm) generates"
+    )
+    if request.overflow == "stream":
+        check_stream(config, *stream_room(model, request))
+    named = {
+        "allowed": request.allowed or (),
+        "banned": request.banned,
+        "banned_first": request.banned_first,
+        "banned_sequences": [token for ids in request.banned_sequences for token in ids],
+        "logit_bias": [token for token, _ in request.logit_bias],
+        "forced_first": () if request.forced_first is None else (request.forced_first,),
+        "forced_last": request.forced_last,
+        "stop_ids": ends.stop_ids,
+    }
+    for name, tokens in named.items():
+        refuse(
+            any(not 0 <= token < size for token in tokens),
+            f"{name} names a token outside the vocabulary: ids go from 0 to {size - 1}",
+        )
+    refuse(
+        not 0 <= request.alternatives <= size,
+        f"alternatives {request.alternatives} must lie between 0 and vocab_size {size}",
+    )

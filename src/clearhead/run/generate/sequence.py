@@ -3,32 +3,291 @@
 `decode` carries on several sequences of one request together, `speculate` and the server one at a time; all
 of them choose by a `Sampler` and add the token to the `Sequence`, which ends by its `Ends`.
 
-Shapes: B rows, S source length, V vocabulary.
+Sampling goes from logits to the next token by pure functions, applied in one fixed order:
+
+    0  logit bias
+    1  repetition, presence and frequency penalties      look back at the row's own tokens
+    2  no-repeat n-grams, banned sequences
+    3  least length, allowed, forced and banned tokens    before all: tokens that a grammar does not allow
+    4  temperature                                        0 means greedy
+    5  top-k, top-p, min-p, typical                       each keeps a set of tokens; the rest is renormalised
+
+What is removed is set to -inf. The filters of step 5 stand with their options, in request.py.
+
+Shapes: B rows, S source length, V vocabulary, N tokens so far.
 """
 
+import functools
 import time
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from clearhead.core.dtypes import precise, wide
 from clearhead.core.transformer import Transformer
+from clearhead.errors import refuse
 from clearhead.run.generate.grammar import Grammars, GrammarState
-from clearhead.run.generate.request import REMOVED, Request
-from clearhead.run.generate.sampling import (
-    Dice,
-    History,
-    Standing,
-    adjust_by,
-    best_of,
-    distribution,
-    draw,
-    logprobs_of,
-)
+from clearhead.run.generate.request import DEFAULTS, FILTERS, REMOVED, Request
 from clearhead.run.generate.stream import TextStream
+
+NOT_NUMBERS = (
+    "the model's logits are not numbers (NaN): its weights are damaged, or too large for their dtype"
+)
+GREEDY = 1e-6  # below this temperature the best token has all the probability that float64 can tell
+
+
+class Standing(NamedTuple):
+    """How far rows are that go on together."""
+
+    written: int  # new tokens of each row
+    left: int  # new tokens that may still come, the next one included
+    prompts: abc.Sequence[int]  # tokens of each row's prompt
+    stops: Collection[int] = ()  # ids that end a row
+
+
+def adjust(
+    logits: Tensor,
+    options: Request,
+    seen: abc.Sequence[abc.Sequence[int]] = (),
+    prompt_lengths: abc.Sequence[int] = (),
+    sources: abc.Sequence[abc.Sequence[int]] = (),
+    standing: Standing | None = None,
+) -> Tensor:
+    """Apply steps 0 to 3 and check what is left: [B, V] -> [B, V].
+
+    `seen` has each row's tokens; the first are its prompt.
+    """
+    histories = [
+        History(tokens[:length], options, logits.shape[-1], logits.device, tokens[length:], source)
+        for tokens, length, source in zip(seen, prompt_lengths, sources or [()] * len(seen))
+    ]
+    adjusted = adjust_by(logits, options, histories, standing)
+    check_best(adjusted.amax(-1), options)
+    return adjusted
+
+
+def adjust_by(
+    logits: Tensor,
+    options: Request,
+    histories: abc.Sequence["History"] = (),
+    standing: Standing | None = None,
+) -> Tensor:
+    """Apply steps 0 to 3 to rows whose tokens are counted already: [B, V] -> [B, V]."""
+    logits = biased(wide(logits), options.logit_bias)
+    if options.looks_back:
+        logits = logits.clone()
+        for row, history in zip(logits, histories):
+            history.penalise(row)
+    alone = [ids[0] for ids in options.banned_sequences if len(ids) == 1]
+    logits = without(logits, alone)
+    if options.allowed is not None:
+        logits = only(logits, options.allowed)
+    if standing is not None:
+        logits = constrain(logits, options, standing)
+    return without(logits, options.banned)
+
+
+def check_best(best: Tensor, options: Request) -> None:
+    """Raise `InputError` where the best of a row's logits, [B], is no number or was removed."""
+    worst = best.min()  # not a number where any is not
+    refuse(bool(worst.isnan()), NOT_NUMBERS)
+    refuse(
+        options.restricts and bool(worst == REMOVED),
+        "no token is left to choose from: loosen allowed, banned, forced_first, forced_last, "
+        "min_new_tokens, no_repeat_ngram or the grammar",
+    )
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Return the place of the largest number of each row, the first of equal ones: [B, V] -> [B].
+
+    On a CPU by NumPy, which looks at several numbers at a time, as PyTorch does not: in a tenth of the time.
+    """
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or torch.compiler.is_compiling():
+        return logits.argmax(-1)
+    return torch.from_numpy(logits.detach().numpy().argmax(-1))
+
+
+def best_of(logits: Tensor, options: Request) -> Tensor:
+    """Return the best token of each row, after `check_best`: [B, V] -> [B]."""
+    best = argmax(logits)  # a logit that is no number counts as the largest
+    check_best(logits.gather(-1, best[:, None]), options)
+    return best
+
+
+def constrain(logits: Tensor, options: Request, standing: Standing) -> Tensor:
+    """Apply the rules about the beginning and the end of a text: [B, V] -> [B, V]."""
+    written, left, prompts, stops = standing
+    least = [options.min_new_tokens or options.min_length - length for length in prompts]
+    short = [row for row, count in enumerate(least) if written < count]
+    if short and stops:
+        logits = logits.clone()
+        logits[torch.tensor(short)[:, None], torch.tensor([*stops])] = REMOVED
+    alone = [length == 1 and options.forced_first is not None for length in prompts]
+    if written == 0 and any(alone) and options.forced_first is not None:
+        forced = only(torch.zeros_like(logits), [options.forced_first])
+        logits = torch.where(torch.tensor(alone, device=logits.device)[:, None], forced, logits)
+    if left == 1 and options.forced_last:
+        logits = only(torch.zeros_like(logits), options.forced_last)
+    first = [written == forced for forced in alone]  # what is forced comes before the beginning
+    if any(first) and options.banned_first:
+        begun = without(logits, options.banned_first)
+        logits = torch.where(torch.tensor(first, device=logits.device)[:, None], begun, logits)
+    return logits
+
+
+class History:
+    """The tokens of one row, each counted once, so that a step costs no more in a long row."""
+
+    def __init__(
+        self,
+        prompt: abc.Sequence[int],
+        options: Request,
+        vocabulary: int,
+        device: torch.device,
+        new: abc.Sequence[int] = (),
+        source: abc.Sequence[int] = (),
+    ) -> None:
+        self.options = options
+        self.length = 0  # new tokens counted
+        self.present = torch.zeros(vocabulary, dtype=torch.bool, device=device)  # V: in the prompt or said
+        self.counts = torch.zeros(vocabulary, device=device)  # V: how often said
+        # What must not come after some tokens: tables of the row itself, of its source, of the request.
+        n = options.no_repeat_ngram
+        self.after: dict[tuple[int, ...], set[int]] = {}
+        self.tables = [({n - 1}, self.after)] if n else []
+        if options.no_repeat_source_ngram:
+            self.tables.append(_ngrams(tuple(source), options.no_repeat_source_ngram))
+        if options.banned_sequences:
+            self.tables.append(_endings(options.banned_sequences))
+        self.keeps = max((size for sizes, _ in self.tables for size in sizes), default=0)
+        self.tail: tuple[int, ...] = ()  # the last tokens, as many as a table looks at
+        self._learn(prompt)
+        self.follow(new)
+
+    def follow(self, new: abc.Sequence[int]) -> None:
+        """Count the row's new tokens, as far as they are not counted yet."""
+        fresh = new[self.length :]
+        if fresh:
+            self.length += len(fresh)
+            self.counts.index_add_(0, self._learn(fresh), torch.ones(len(fresh), device=self.counts.device))
+
+    def _learn(self, tokens: abc.Sequence[int]) -> Tensor:
+        n = self.options.no_repeat_ngram
+        for token in tokens if self.tables else ():
+            if n and len(self.tail) >= n - 1:
+                self.after.setdefault(self.tail[len(self.tail) - n + 1 :], set()).add(token)
+            self.tail = (*self.tail, token)[-self.keeps :] if self.keeps else ()
+        index = torch.tensor(list(tokens), dtype=torch.long, device=self.present.device)
+        self.present[index] = True
+        return index
+
+    def penalise(self, logits: Tensor) -> None:
+        """Apply steps 1 and 2 to the row's logits [V], in place."""
+        options, penalty = self.options, self.options.repetition_penalty
+        if penalty != 1:
+            weaker = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits.copy_(torch.where(self.present, weaker, logits))
+        if options.presence_penalty or options.frequency_penalty:
+            logits -= options.presence_penalty * (self.counts > 0) + options.frequency_penalty * self.counts
+        for sizes, after in self.tables:
+            for size in sizes:
+                if size <= len(self.tail):
+                    logits[list(after.get(self.tail[len(self.tail) - size :], ()))] = REMOVED
+
+
+Table = tuple[set[int], dict[tuple[int, ...], set[int]]]  # lengths of its keys; what must not follow each
+
+
+@functools.lru_cache(maxsize=1024)
+def _ngrams(tokens: tuple[int, ...], n: int) -> Table:
+    """Return what follows each n - 1 tokens of a text."""
+    return _endings(tuple(tokens[start : start + n] for start in range(len(tokens) - n + 1)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _endings(sequences: tuple[tuple[int, ...], ...]) -> Table:
+    """Return the last token of each sequence by the tokens before it."""
+    after: dict[tuple[int, ...], set[int]] = {}
+    for *before, last in sequences:
+        after.setdefault(tuple(before), set()).add(last)
+    return set(map(len, after)), after
+
+
+def biased(logits: Tensor, biases: abc.Sequence[tuple[int, float]]) -> Tensor:
+    """Add to the logits of some tokens: [B, V] -> [B, V]."""
+    if not biases:
+        return logits
+    tokens, values = zip(*dict(biases).items())
+    added = torch.tensor(values, dtype=logits.dtype, device=logits.device).expand(*logits.shape[:-1], -1)
+    return logits.index_add(-1, torch.tensor(tokens, device=logits.device), added)
+
+
+def without(logits: Tensor, tokens: abc.Sequence[int]) -> Tensor:
+    """Remove these tokens: [B, V] -> [B, V]."""
+    return logits.index_fill(-1, torch.tensor(tokens, device=logits.device), REMOVED) if tokens else logits
+
+
+def only(logits: Tensor, tokens: abc.Sequence[int]) -> Tensor:
+    """Remove all but these tokens: [B, V] -> [B, V]."""
+    index = torch.tensor(list(tokens), device=logits.device)
+    return torch.full_like(logits, REMOVED).index_copy(-1, index, logits[..., index])
+
+
+def distribution(logits: Tensor, options: Request) -> Tensor:
+    """Apply steps 4 and 5: adjusted logits [B, V] -> probabilities [B, V] in float64."""
+    best = best_of(logits, options)
+    if options.temperature < GREEDY:
+        return torch.zeros_like(logits, dtype=torch.float64).scatter(-1, best[:, None], 1.0)
+    logits = precise(logits) / options.temperature
+    for name, keep in FILTERS.items():
+        if (value := getattr(options, name)) != DEFAULTS[name]:
+            logits = keep(logits, value)
+    return logits.softmax(-1)
+
+
+def draw(probability: Tensor, uniform: Tensor) -> Tensor:
+    """Draw the token at which the running sum passes a uniform number: [B, V], [B] -> [B].
+
+    One number decides, so a row's choice does not depend on what else is in the batch.
+    """
+    running = probability.cumsum(-1)
+    goal = uniform.to(running).unsqueeze(-1) * running[..., -1:]
+    last = (running >= running[..., -1:]).int().argmax(-1)  # the last token that has any probability
+    return torch.searchsorted(running, goal, right=True).squeeze(-1).minimum(last)
+
+
+class Dice:
+    """A stream of uniform numbers from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def roll(self) -> float:
+        """Return the next number, in float64."""
+        return float(torch.rand((), generator=self.generator, dtype=torch.float64).item())
+
+    def copy(self) -> "Dice":
+        """Return another one that gives the same numbers from here on."""
+        other = Dice(0)
+        other.generator.set_state(self.generator.get_state())
+        return other
+
+
+def logprobs_of(
+    logits: Tensor, tokens: Tensor, alternatives: int
+) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Return the log-probability of a token of each row, [B, V] and [B], and the best tokens with theirs."""
+    values = logits.float().log_softmax(-1)
+    best = values.topk(alternatives, dim=-1)
+    others = zip(best.indices.tolist(), best.values.tolist())
+    chosen = values.gather(-1, tokens.to(values.device)[:, None])  # greedy tokens are on the host already
+    return chosen[:, 0].tolist(), [list(zip(*pair)) for pair in others]
 
 
 @dataclass(frozen=True)

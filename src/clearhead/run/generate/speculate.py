@@ -24,11 +24,18 @@ from clearhead.core.cache import Cache
 from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.run.generate.checks import check_request, slides, steps_back, streams
-from clearhead.run.generate.decode import RESERVE, prefill
+from clearhead.run.generate.decode import RESERVE, check_request, prefill, slides, steps_back, streams
 from clearhead.run.generate.request import FILTERS, Request
-from clearhead.run.generate.sampling import adjust_by, distribution, draw
-from clearhead.run.generate.sequence import LENGTH_ALONE, Ends, Prompts, Sampler, Sequence
+from clearhead.run.generate.sequence import (
+    LENGTH_ALONE,
+    Ends,
+    Prompts,
+    Sampler,
+    Sequence,
+    adjust_by,
+    distribution,
+    draw,
+)
 from clearhead.run.generate.stream import agreed
 
 MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little

@@ -18,10 +18,9 @@ from clearhead.errors import RequestError, refuse
 from clearhead.learn.tasks.generation import Hooks, Prompt, asked_for, generation_of, prompts_of, stream_of
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.checks import check_request
+from clearhead.run.generate.decode import check_request
 from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
-from clearhead.run.generate.sampling import argmax, logprobs_of
-from clearhead.run.generate.sequence import Sampler, Sequence
+from clearhead.run.generate.sequence import Sampler, Sequence, argmax, logprobs_of
 from clearhead.run.generate.speculate import DraftTokens
 from clearhead.run.serve.adapters import Adapter
 from clearhead.run.serve.kv_cache import Chunk, Group, Pool, PrefixKey, States, Table, chain

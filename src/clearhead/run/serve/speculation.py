@@ -15,7 +15,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.learn.tasks.generation import check_draft
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.checks import steps_back
+from clearhead.run.generate.decode import steps_back
 from clearhead.run.generate.speculate import (
     FORGOTTEN,
     Drafter,

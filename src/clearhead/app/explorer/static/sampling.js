@@ -1,4 +1,4 @@
-// From logits to probabilities, in float64 and in the same fixed order as `clearhead.run.generate.sampling`:
+// From logits to probabilities, in float64 and in the same fixed order as `clearhead.run.generate.sequence`:
 // temperature, then top-k, top-p and min-p, each on what the one before has left.
 
 import { unpack } from "./source.js";
