@@ -178,7 +178,7 @@ def compare(
     which = ", the first token global" if first_global else ""
     row = report(f"{name}, {layers} layers, {length} tokens{which}", seconds, length)
     shares = {one: round(seconds[LINEAR] / seconds[one], 3) for one in ("clearhead", "transformers")}
-    beyond = {one: seconds[one] - seconds[LINEAR] for one in shares}
+    beyond = {share: seconds[share] - seconds[LINEAR] for share in shares}
     figures = {
         "transformers": transformers.__version__,
         "processor_seconds": {one: round(took, 2) for one, took in seconds.items()},

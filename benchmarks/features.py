@@ -167,7 +167,9 @@ def run_model(keep: KeptParts, name: str, m: ch.Model, data: Path, at: str, **op
             "feature": int(feature.name),
             "density": round(feature.density, 5),
             "promotes": [token for token, _ in feature.promoted],
-            "examples": [f"{one.before[-30:]}[{one.token}]{one.after[:15]}" for one in feature.contexts],
+            "examples": [
+                f"{context.before[-30:]}[{context.token}]{context.after[:15]}" for context in feature.contexts
+            ],
         }
         for feature in shown.features
     ]

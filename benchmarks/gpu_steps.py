@@ -216,10 +216,10 @@ def cuts(rows: int, bits: int, n: int) -> Iterator[Tile | Cut]:
     """Yield how a product of `n` rows of a weight may be cut up."""
     if rows <= MOST_ROWS and bits == 16:
         ways = ((2, 2048, 4), (4, 2048, 8), (8, 2048, 8), (4, 2048, 4, 6), (2, 2048, 8, 3))
-        yield from (Tile(*one) for one in ways)
+        yield from (Tile(*way) for way in ways)
     elif rows <= MOST_BYTES and bits < 16:
         ways = ((8, 64, 4), (16, 64, 8), (8, 32, 2), (8, 256, 8), (4, 128, 4))
-        yield from (Tile(*one) for one in ways)
+        yield from (Tile(*way) for way in ways)
     else:
         for splits in (1, 2, 3, 4, 6, 8):
             yield Cut(64, splits)

@@ -102,7 +102,7 @@ def coverage(kind: str, n: int, rate: float, sets: int, seed: int = 0) -> tuple[
     many = np.asarray(draw(random, 20_000 if kind == "bleu" else 300_000, rate), dtype=np.float64)
     true = rate if kind == "accuracy" else metric.of(metric.total(many, np.ones(len(many))))
     rows = (np.asarray(draw(random, n, rate), dtype=np.float64) for _ in range(sets))
-    found = [interval_of(one, metric.of, total=metric.total, bounds=metric.bounds) for one in rows]
+    found = [interval_of(row, metric.of, total=metric.total, bounds=metric.bounds) for row in rows]
     held = [low <= true <= high for low, high in found]
     return float(np.mean(held)), float(np.mean([high - low for low, high in found]))
 

@@ -277,7 +277,7 @@ def windows(
 def text(options: argparse.Namespace) -> list[dict[str, Any]]:
     said = (options.data / "tinyshakespeare" / "input.txt").read_text()
     symbols = sorted(set(said))
-    ids = torch.tensor([symbols.index(one) for one in said])
+    ids = torch.tensor([symbols.index(line) for line in said])
     train, test = ids.tensor_split((len(ids) * 9 // 10,))
     length, steps, rows = ROW, options.steps or 150, []
 

@@ -59,7 +59,7 @@ def scifact(data: Path, work: Path) -> tuple[Path, dict[str, str], Judged]:
     texts = [json.loads(line) for line in (data / "queries.jsonl").read_text().splitlines()]
     return (
         data / "corpus.jsonl.gz",
-        {one["_id"]: one["text"] for one in texts if one["_id"] in judged},
+        {text["_id"]: text["text"] for text in texts if text["_id"] in judged},
         judged,
     )
 
@@ -71,9 +71,9 @@ def cranfield(data: Path, work: Path) -> tuple[Path, dict[str, str], Judged]:
         return [
             {
                 name: " ".join(body.split())
-                for name, body in re.findall(r"^\.([TW])\n(.*?)(?=^\.[A-Z]|\Z)", one, re.M | re.S)
+                for name, body in re.findall(r"^\.([TW])\n(.*?)(?=^\.[A-Z]|\Z)", part, re.M | re.S)
             }
-            for one in re.split(r"^\.I +\d+ *\n", text, flags=re.M)[1:]
+            for part in re.split(r"^\.I +\d+ *\n", text, flags=re.M)[1:]
         ]
 
     documents = entries(gzip.decompress((data / "cran.all.1400.gz").read_bytes()).decode("ascii"))
@@ -360,7 +360,7 @@ def run_retrieval_answers() -> None:
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     articles = json.loads(gzip.decompress(given.squad.read_bytes()))["data"]
-    paragraphs = [one for article in articles for one in article["paragraphs"]]
+    paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
     questions = [(number, row) for number, one in enumerate(paragraphs) for row in one["qas"]]
     random.Random(0).shuffle(questions)
     model, begun = ch.load(given.model, device=given.device), time.process_time()
@@ -370,13 +370,13 @@ def run_retrieval_answers() -> None:
     found = asked_so_far = 0
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "paragraphs.jsonl"
-        file.write_text("\n".join(json.dumps({"text": one["context"]}) for one in paragraphs))
+        file.write_text("\n".join(json.dumps({"text": paragraph["context"]}) for paragraph in paragraphs))
         embedder: Any = ch.load(given.embedder, device=given.device) if given.embedder else WordVectors(8)
         index = build_index(Path(folder) / "index", embedder, [file])
         whole = {hit.passage.line: hit for hit in index.search("the", len(paragraphs), "meaning")}
         for number, row in questions[: given.questions]:
             hits = index.search(row["question"], given.passages, "both" if given.embedder else "words")
-            references = [one["text"] for one in row["answers"]]
+            references = [answer["text"] for answer in row["answers"]]
             found += number + 1 in {hit.passage.line for hit in hits}
             asked_so_far += 1
             for way, passages in zip(scores, ([], hits, [whole[number + 1]])):

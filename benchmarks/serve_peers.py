@@ -189,8 +189,8 @@ def run_serve_peers() -> None:
         prompts = torch.randint(256, (given.streams, 16)).tolist()
         spent: dict[str, list[float]] = {name: [] for name in (*peers, "offline batch")}
         try:
-            for one in peers.values():
-                asyncio.run(one.wait())
+            for peer in peers.values():
+                asyncio.run(peer.wait())
             for _ in range(1 + given.rounds):
                 for name, one in peers.items():
                     before = one.seconds()
@@ -200,8 +200,8 @@ def run_serve_peers() -> None:
                 m.generate(prompts, given.new, stop_tokens=[])
                 spent["offline batch"].append(time.process_time() - before)
         finally:
-            for one in peers.values():
-                one.process.kill()
+            for peer in peers.values():
+                peer.process.kill()
     took = {name: statistics.median(seconds[1:]) for name, seconds in spent.items()}  # the first one warms
     title = f"CPU serving over HTTP, GPT-2 shape of {given.layers} layers float32, {given.streams} streams"
     results = [report(f"{title}, 16 in, {given.new} out, processor time", took, given.streams * given.new)]
@@ -344,7 +344,7 @@ def run_serve_embeddings() -> None:
         finally:
             server.process.kill()
     norms = {name: found / np.linalg.norm(found, axis=1, keepdims=True) for name, found in vectors.items()}
-    worst = max(float(np.abs(one - norms["sentence-transformers"]).max()) for one in norms.values())
+    worst = max(float(np.abs(norm - norms["sentence-transformers"]).max()) for norm in norms.values())
     assert worst < 1e-4, worst
     took = {name: statistics.median(seconds[1:]) for name, seconds in spent.items()}
     title = f"embeddings of {len(texts)} texts of mixed lengths, all-MiniLM-L6-v2 float32 (texts for tokens)"

@@ -251,8 +251,8 @@ def shown(title: str, found: ch.LongReport) -> dict[str, object]:
     if found.perplexity is not None:
         sides = [side for side in (found.perplexity.within, found.perplexity.beyond) if side is not None]
         print("  perplexity " + ", ".join(f"{one.start}-{one.stop}: {one.perplexity:.2f}" for one in sides))
-    for one in found.scalings:
-        print(f"  {one.name:<12}" + "".join(f"{value:10.2f}" for value in one.perplexities))
+    for scaling in found.scalings:
+        print(f"  {scaling.name:<12}" + "".join(f"{value:10.2f}" for value in scaling.perplexities))
     for grid in found.retrieval:
         print(f"  {grid.probe:<12}right {np.nanmean(grid.right):.3f}, chance {grid.chance:.3f}")
     if found.cost is not None:
@@ -260,8 +260,8 @@ def shown(title: str, found: ch.LongReport) -> dict[str, object]:
     about = {"title": title, "device": device_name(), "torch": torch.__version__}
     body = {**found.to_dict(), "text": found.text and Path(found.text).name}
     del body["notes"]
-    for one in body["scalings"]:
-        del one["scaling"]  # its name says it
+    for scaling in body["scalings"]:
+        del scaling["scaling"]  # its name says it
     return {**about, **rounded(body)}
 
 

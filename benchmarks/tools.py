@@ -362,12 +362,12 @@ def measured(model: ch.Model, cases: Sequence[Case]) -> tuple[dict[str, Any], li
             {"question": case.question, "wanted": [case.name, case.arguments], "choice": choice, **one}
             for case, one in zip(needed, answers)
         ]
-        calls = [one for one in answers if one["called"]]
+        calls = [answer for answer in answers if answer["called"]]
         summary[choice] = {
-            "called": share([one["called"] for one in answers]),
-            "parses, of calls": share([one["parses"] for one in calls]),
-            "right function": share([one.get("function", False) for one in answers]),
-            "right function and arguments": share([one.get("right", False) for one in answers]),
+            "called": share([answer["called"] for answer in answers]),
+            "parses, of calls": share([call["parses"] for call in calls]),
+            "right function": share([answer.get("function", False) for answer in answers]),
+            "right function and arguments": share([answer.get("right", False) for answer in answers]),
         }
         for group in ("known kinds", "new kinds"):
             own = [one.get("right", False) for case, one in zip(needed, answers) if case.group == group]
@@ -375,7 +375,7 @@ def measured(model: ch.Model, cases: Sequence[Case]) -> tuple[dict[str, Any], li
     for group in ("small talk", "no such function"):
         own = [case for case in plain if case.group == group]
         answers = [judged(model, case, "auto") for case in own]
-        summary["auto"][f"no call, {group}"] = share([not one["called"] for one in answers])
+        summary["auto"][f"no call, {group}"] = share([not answer["called"] for answer in answers])
         rows += [{"question": c.question, "wanted": None, **one} for c, one in zip(own, answers)]
     told = []
     for case in needed:

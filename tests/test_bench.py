@@ -54,7 +54,7 @@ def test_the_least_is_what_must_be_read_and_computed(decoder):
     """By hand: every weight but the table of tokens once a step, and the keys and values of three rows."""
     m = ch.load(decoder)
     job = jobs_of(m, ("decode",), SMALL)[1]
-    weights = sum(one.numel() for one in m.model.parameters()) - 64 * 16
+    weights = sum(parameter.numel() for parameter in m.model.parameters()) - 64 * 16
     cached = 3 * (16 + 3) * 2 * 2 * 2 * 4  # rows, tokens, layers, keys and values, heads, width of a head
     assert job.read == 4 * (4 * weights + 3 * cached)
     body = 2 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 24)  # layers: queries and out, keys and values, the rest
@@ -90,7 +90,7 @@ def test_few_bits_are_those_of_llama_cpp(shared, monkeypatch):
     m = ch.load(folder / "hf", tokenizer=folder / "tok512.bin", quantize="int4")
     found = compare(m, ("decode",), SpeedSizes(new=4, batches=(1,)), ["llama.cpp"], rounds=1)
     assert kinds == ["Q4_0"] and found.notes == ()
-    assert [one.program for one in found.jobs[0].timings] == ["clearhead", "llama.cpp"]
+    assert [timing.program for timing in found.jobs[0].timings] == ["clearhead", "llama.cpp"]
 
 
 def test_a_reply_of_llama_cpp_that_is_an_error_is_no_speed(shared, tmp_path):
@@ -194,9 +194,9 @@ def test_nothing_is_quicker_than_the_machine(decoder, monkeypatch, clearhead, tm
 def test_encoders_read_texts(tmp_path):
     saved(tmp_path, "BertForSequenceClassification", num_labels=2)
     (job,) = compare(ch.load(tmp_path), ("read",), peers=["transformers"], rounds=1).jobs
-    assert [one.program for one in job.timings] == ["clearhead", "transformers"]
+    assert [timing.program for timing in job.timings] == ["clearhead", "transformers"]
     assert job.name.startswith("48 texts") and job.timings[0].per_second > 0
-    assert all(one.fault == "" for one in job.timings)
+    assert all(timing.fault == "" for timing in job.timings)
     with pytest.raises(InputError, match="it answered 47 of 48 texts"):
         check_answer(jobs_of(ch.load(tmp_path), ("read",), SpeedSizes())[0], [0.0] * 47)
 
@@ -208,7 +208,7 @@ def test_an_encoder_decoder_in_transformers_writes_as_many_tokens(tmp_path):
     config = transformers.T5Config(**sizes, decoder_start_token_id=0, eos_token_id=63, pad_token_id=0)
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     (job,) = compare(ch.load(tmp_path), ("decode",), SpeedSizes(new=4, batches=(2,)), ["transformers"]).jobs
-    assert [one.fault for one in job.timings] == ["", ""] and job.timings[1].same_tokens == 1.0
+    assert [timing.fault for timing in job.timings] == ["", ""] and job.timings[1].same_tokens == 1.0
 
 
 def test_a_program_that_ends_its_process_is_named(tmp_path):

@@ -253,7 +253,7 @@ def test_a_dry_run_decides_all_and_writes_nothing(clearhead, tmp_path, monkeypat
     decided = found["recipe"]
     assert decided == json.loads(json.dumps(dataclasses.asdict(recipe)))
     m = ch.load(tmp_path / "run")
-    assert found["parameters"] == sum(one.numel() for one in m.model.parameters())
+    assert found["parameters"] == sum(parameter.numel() for parameter in m.model.parameters())
     assert (found["task"], found["steps"], found["folder"]) == ("classify", 3, "runs/r")
     code, out, _ = clearhead(*flags, "--dry-run")
     assert code == 0 and f"parameters: {found['parameters']:,}" in out and "[train]" in out

@@ -142,7 +142,7 @@ def test_no_class_is_reassigned():
             targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
             names = [target.attr for target in targets if isinstance(target, ast.Attribute)]
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
-                names += [one.value for one in node.args if isinstance(one, ast.Constant)]
+                names += [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
             if private & {*names}:
                 wrong.append(f"{module}: {ast.unparse(node)}")
     assert wrong == []

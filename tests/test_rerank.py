@@ -44,7 +44,7 @@ def test_a_cross_encoder_ranks_as_the_reference_scores(folder, clearhead):
     assert max(abs(one.score - float(wanted[one.index])) for one in found) <= 1e-6
     (folder / "texts.txt").write_text("\n".join(TEXTS) + "\n")
     results = clearhead("rerank", folder, QUERY, f"--file {folder}/texts.txt --top 2 --json").json["results"]
-    assert [one["index"] for one in results] == order[:2]
+    assert [result["index"] for result in results] == order[:2]
 
 
 @pytest.mark.parametrize("folder", [0], indirect=True)

@@ -163,7 +163,7 @@ def test_transcripts_are_the_reference_s(folder, language, task, times):
     ours = ch.load(folder)
     theirs = transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
     extractor = transformers.WhisperFeatureExtractor.from_pretrained(folder)
-    clips = sounds() if times else [one for one in sounds() if len(one) <= 16_000]
+    clips = sounds() if times else [sound for sound in sounds() if len(sound) <= 16_000]
     made = ours.transcribe(clips, language=language, task=task, timestamps=times, batch_size=3)
     windows = 0
     for clip, one in zip(clips, made, strict=True):
@@ -179,8 +179,12 @@ def test_transcripts_are_the_reference_s(folder, language, task, times):
             part for part in told if ours.decode([t for t in part["tokens"].tolist() if t < 264]).strip()
         ]
         if times:
-            assert [one.start for one in one.segments] == [round(float(part["start"]), 3) for part in spoken]
-            assert [one.end for one in one.segments] == [round(float(part["end"]), 3) for part in spoken]
+            assert [segment.start for segment in one.segments] == [
+                round(float(part["start"]), 3) for part in spoken
+            ]
+            assert [segment.end for segment in one.segments] == [
+                round(float(part["end"]), 3) for part in spoken
+            ]
         heard = theirs.detect_language(frames, num_segment_frames=100)
         assert one.language == (language or {257 + 1: "en", 257 + 2: "de"}[int(heard)])
         windows += len(told)
@@ -198,7 +202,7 @@ def judged_by_the_reference(theirs, frames, monkeypatch, **options) -> tuple[lis
 
     def watch(self, tokens, outputs, index, processors, config, size, temperature):
         again, skipped = judge(self, tokens, outputs, index, processors, config, size, temperature)
-        found = [one for one in processors if isinstance(one, WhisperNoSpeechDetection)]
+        found = [processor for processor in processors if isinstance(processor, WhisperNoSpeechDetection)]
         seen.append(
             {
                 "ratio": self._retrieve_compression_ratio(tokens, size),
@@ -265,7 +269,7 @@ def test_what_is_drawn_depends_on_the_seed_alone(folder, tmp_path, clearhead):
     assert [one.ids for one in made] == [m.transcribe(clip, **options).ids for clip in clips]
     assert made[0].ids != m.transcribe(clips[0], seed=1, **options).ids
     greedy = m.transcribe(clips[0], language="de")
-    assert [one.temperature for one in greedy.windows] == [0.0]
+    assert [window.temperature for window in greedy.windows] == [0.0]
     unjudged = {"compression_ratio_threshold": math.inf, "logprob_threshold": -math.inf}
     again = m.transcribe(clips[0], language="de", temperature=0, **unjudged)
     assert again.windows == () and greedy.ids == again.ids
@@ -411,7 +415,7 @@ def test_each_token_is_spoken_when_the_reference_says(heads, alert):
         assert spoken == pytest.approx(wanted, abs=1e-4), (number, times)
         jumps += len({*spoken})
         words = transcriber.written(heard).words
-        assert [one.start for one in words] == sorted(one.start for one in words)
+        assert [word.start for word in words] == sorted(word.start for word in words)
         alone = ours.transcribe([clip, sounds()[0]], language="de", timestamps=times, words=True)[0]
         assert alone.words == words  # in company too
     assert jumps > 20  # the times of one model that looks everywhere would all be alike
@@ -582,7 +586,7 @@ def test_formats_of_the_command(folder, tmp_path, clearhead):
     code, out, _ = clearhead("transcribe", folder, clip, "--format", "json")
     told = json.loads(out)["segments"]
     assert [(one["start"], one["end"], one["text"]) for one in told] == [
-        (one.start, one.end, one.text) for one in made.segments
+        (segment.start, segment.end, segment.text) for segment in made.segments
     ]
     for more, wrong in (
         ([other, "--format", "srt"], "name a directory for them with --output"),
@@ -608,8 +612,9 @@ def test_silence_gives_nothing(folder, tmp_path, clearhead):
     # Silent windows before a sound are passed over: it is read where it begins.
     late = m.transcribe(np.concatenate([np.zeros(32_000, np.float32), sound]), timestamps=True)
     assert late.ids == m.transcribe(sound, timestamps=True).ids
-    assert [one.start for one in late.segments] == [
-        pytest.approx(one.start + 2, abs=1e-3) for one in m.transcribe(sound, timestamps=True).segments
+    assert [segment.start for segment in late.segments] == [
+        pytest.approx(segment.start + 2, abs=1e-3)
+        for segment in m.transcribe(sound, timestamps=True).segments
     ]
     assert make_fallback(0.0, {}, {}) == Fallback((0.0,), 1.35, -1.0, 0.6)
     soundfile.write(tmp_path / "silence.wav", silence, 16_000)
@@ -660,7 +665,7 @@ def test_files_that_are_no_model_of_openai_s(tmp_path, clearhead):
         command = shlex.join(["clearhead", "convert", str(weights), target, "--tokenizer"])
         for words in (["transcribe", weights, "a.wav"], ["check", weights]):
             (tmp_path / "a.wav").write_bytes(b"RIFF")
-            code, out, err = clearhead(*words[:2], *(tmp_path / one for one in words[2:]))
+            code, out, err = clearhead(*words[:2], *(tmp_path / word for word in words[2:]))
             assert code == 2 and f"`{command} {vocabulary}.tiktoken`" in err and err.count("\n") == 1
         with pytest.raises(ch.ClearheadError, match=f"{vocabulary}.tiktoken"):
             ch.load(weights)

@@ -125,7 +125,7 @@ def test_several_beams_and_logprobs(decoder, clearhead):
     m = ch.load(decoder)
     found = clearhead("generate", decoder, "hello", "--max-new-tokens 8 --beams 3 --num-return 2 --json").json
     wanted = m.generate("hello", 8, num_beams=3, num_return=2)
-    assert [one["ids"] for one in found["results"]] == [one.ids for one in wanted]
+    assert [result["ids"] for result in found["results"]] == [one.ids for one in wanted]
     found = clearhead("generate", decoder, "hello", "--max-new-tokens 4 --logprobs 2 --json").json
     wanted = m.generate("hello", 4, logprobs=True, alternatives=2)
     assert found["logprobs"] == pytest.approx(wanted.logprobs)
@@ -256,7 +256,7 @@ def test_readers_say_what_the_methods_say(readers, clearhead, tmp_path):
         "scores"
     ] == pytest.approx(m["classify"].classify(("rain", "two dogs")).scores, abs=1e-5)
     _, out, _ = clearhead("fill", readers["fill"], "the [MASK] wait", "--k", 3, "--json")
-    assert [one["id"] for one in json.loads(out)["masks"][0]] == [
+    assert [mask["id"] for mask in json.loads(out)["masks"][0]] == [
         one.id for one in m["fill"].fill("the [MASK] wait", 3)
     ]
     (tmp_path / "asked.txt").write_text(f"who lives\t{TEXTS[0]}\nwhat waits\t{TEXTS[1]}\n")
@@ -549,8 +549,8 @@ def test_looking_inside_takes_ids_and_an_empty_text_as_python_does(command, deco
     ids = " ".join(map(str, m.encode(["hello"])[0]))
     as_ids = clearhead(command, tmp_path / "model", ids, "--ids", "--json").json
     assert set(as_text) == set(as_ids)
-    assert command != "attention" or [one["entropy"] for one in as_ids["heads"]] == pytest.approx(
-        [one["entropy"] for one in as_text["heads"]], abs=1e-5
+    assert command != "attention" or [head["entropy"] for head in as_ids["heads"]] == pytest.approx(
+        [head["entropy"] for head in as_text["heads"]], abs=1e-5
     )
     assert command != "lens" or as_ids["top_names"] == as_text["top_names"]
     assert clearhead(command, tmp_path / "model", "", "--json")[0] == 0  # read as what begins a text

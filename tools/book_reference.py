@@ -82,7 +82,7 @@ def family_of(name: str) -> str:
 
 def tasks_of(name: str) -> str:
     """Return the commands that models of an architecture serve, by the heads of its classes."""
-    family, heads = family_of(name), [one.get("head") for one in ARCHITECTURES[name].classes.values()]
+    family, heads = family_of(name), [cls.get("head") for cls in ARCHITECTURES[name].classes.values()]
     if name == "whisper":
         return "transcribe"
     if name == "vit":
@@ -196,7 +196,7 @@ def _values(kind: Any) -> str:
         return names[kind]
     if get_origin(kind) is Literal:
         return " \\| ".join(str(choice) for choice in get_args(kind))
-    inner = [one for one in get_args(kind) if one not in (type(None), Ellipsis)]
+    inner = [arg for arg in get_args(kind) if arg not in (type(None), Ellipsis)]
     shown = dict.fromkeys(word for word in map(_values, inner) if word)
     several = " …" if get_origin(kind) is tuple else ""
     return ", ".join(shown) + several
@@ -226,7 +226,7 @@ def commands(group: str) -> Iterator[str]:
 
 def _row(flag: Flag) -> str:
     """Return the row of one argument or option."""
-    names = "<br>".join(f"`{one}`" for one in flag.names)
+    names = "<br>".join(f"`{name}`" for name in flag.names)
     cells = (names, "" if flag.positional else _code(flag.values), _code(flag.default), flag.help)
     return "| " + " | ".join(re.sub(r"(?<!\\)\|", r"\\|", cell).strip() for cell in cells) + " |"
 

@@ -437,7 +437,7 @@ def draw_biases() -> Figure:
         "feedforward.down",
     )
     places = (*places, "attention_residual.before", "feedforward_residual.before")
-    names = [{key for key, _ in built(**one).named_parameters()} for one in settings.values()]
+    names = [{key for key, _ in built(**setting).named_parameters()} for setting in settings.values()]
     table = np.array([[f"decoder.blocks.0.{place}.bias" in found for place in places] for found in names])
     assert table[0].all(), "a part was renamed"
     figure, (axes,) = panels(["A bias in"], 2.8)

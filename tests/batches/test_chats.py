@@ -105,7 +105,7 @@ def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def batches_of(chats, tokenizer, template, folder, length=300, **plan):
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in chats))
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     corpus = open_corpus(DataPlan(paths=(str(folder / "rows.jsonl"),)), CHAT.row, split=False)
     special = {"bos": tokenizer.token_to_id("<s>"), "eos": tokenizer.token_to_id("</s>")}
     more = {"special": special, "template": template}

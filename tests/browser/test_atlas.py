@@ -87,7 +87,7 @@ def test_the_atlas_is_what_inside_says_live_and_in_a_file(watched, served, saved
     heads = [name for name in effects.kl if ":" not in name]
     terms = {term.name: term.value for term in contributions(m, ONE).terms if term.head is not None}
     layers = attention(m, ONE, budget=None).of("self")
-    patterns = {str(one.head): one for layer in layers for one in layer.heads()}
+    patterns = {str(head.head): head for layer in layers for head in layer.heads()}
     assert coloured(seen, "off") == pytest.approx({name: effects.kl[name] for name in heads}, abs=1e-5)
     assert coloured(seen, "direct") == pytest.approx(terms, abs=1e-5)
     entropies = {name: float(one.entropy) for name, one in patterns.items()}

@@ -193,7 +193,7 @@ def as_long(m, text):
     ]
     others = [" ".join([*words[:place], new, *words[place + 1 :]]) for place, new in changes]
     count = len(prepare(m, text).first_tokens)
-    return next(one for one in others if len(prepare(m, one).first_tokens) == count)
+    return next(other for other in others if len(prepare(m, other).first_tokens) == count)
 
 
 def png(pixels):

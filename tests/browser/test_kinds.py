@@ -64,8 +64,8 @@ def test_drawers_show_neurons_a_map_and_steering(watched, served):
         seen.page.evaluate("id => { document.getElementById(id).open = true; }", f"drawer-{name}")
     seen.page.locator("[data-neuron]").first.wait_for()
     found = firing(m, text, count=8)
-    assert seen.data("[data-neuron]", "neuron") == [one.name for one in found.neurons]
-    values = [one.value for one in found.neurons]
+    assert seen.data("[data-neuron]", "neuron") == [neuron.name for neuron in found.neurons]
+    values = [neuron.value for neuron in found.neurons]
     assert seen.values("[data-neuron] td.number") == pytest.approx(values, abs=1e-5)
     seen.page.locator("#drawer-map .number").first.wait_for()
     near = neighbours(m, prepare(m, text).tokens.ids[-1], 8)

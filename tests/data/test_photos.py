@@ -71,7 +71,7 @@ def test_pixels_in_training_are_those_of_classify_evaluate_and_transformers(trai
         assert torch.allclose(ours, wanted, atol=1e-5), path
     said = m.classify(sorted((folder / "set").glob("*/*.*")))
     judged = ch.evaluate(m, folder / "set")
-    assert [one.label for one in said] == list(judged.outputs)
+    assert [line.label for line in said] == list(judged.outputs)
 
 
 @pytest.mark.parametrize(("height", "width"), [(32, 50), (51, 33), (40, 40), (97, 8), (8, 8)])

@@ -218,7 +218,7 @@ def test_intervals_of_other_metrics_hold_the_truth(kind, rate):
 def test_a_perfect_score_has_an_interval_in_every_metric():
     """A bootstrap collapses there: every set that is drawn has the same value."""
     tags, texts = [["B-P", "O"]] * 20, ["the cat sat on the mat"] * 20
-    numbers = [[float(one)] for one in range(20)]
+    numbers = [[float(number)] for number in range(20)]
     cases = {
         **dict.fromkeys(("word_accuracy", "span_f1", "span_precision", "span_recall"), (tags, tags)),
         **dict.fromkeys(("accuracy", "macro_f1", "exact", "word_error", "bleu", "chrf"), (texts, texts)),
@@ -331,7 +331,7 @@ def test_what_is_encoded_is_recognised_and_found_again(scheme):
     draw = random.Random(SCHEMES.index(scheme))
     for _ in range(50):
         sentences = [drawn(draw, scheme) for _ in range(4)]
-        tags = [encode(*one, scheme) for one in sentences]
+        tags = [encode(*sentence, scheme) for sentence in sentences]
         prefixes = {tag[0] for row in tags for tag in row} - {"O"}
         tagging = recognise(tags)
         if prefixes != {"I"}:  # without two neighbours of one type, IOB1 and IOE1 are IO
@@ -469,7 +469,7 @@ def test_evaluate_names_the_scheme_and_tag_gives_types(tmp_path):
         rows, out=tmp_path / "run", settings=settings, on_event=lambda event: notes.append(str(event))
     )
     assert any("the tags follow IOBES" in line for line in notes)
-    assert {one.label for one in made.model.tag([*"abcdabcd"]).spans} <= {"P", "L"}
+    assert {span.label for span in made.model.tag([*"abcdabcd"]).spans} <= {"P", "L"}
     data = tmp_path / "data.conll"
     data.write_text("a\tS-P\nb\tB-L\nc\tE-L\n\n")
     assert any("the tags follow IOBES" in line for line in ch.evaluate(made.model, data).notes)

@@ -73,9 +73,9 @@ def test_every_module_is_reached_and_no_two_share_a_name():
         )
         for wanted in re.findall(r'^import \{([^}]*)\} from "\./([\w-]+\.js)";$', text, re.MULTILINE):
             assert order.index(wanted[1]) < order.index(name)
-            for one in wanted[0].split(","):
-                exported = rf"^export (?:async )?(?:function|class|const|let) {one.strip()}\b"
-                assert re.search(exported, files[wanted[1]][0], re.MULTILINE), (name, one)
+            for part in wanted[0].split(","):
+                exported = rf"^export (?:async )?(?:function|class|const|let) {part.strip()}\b"
+                assert re.search(exported, files[wanted[1]][0], re.MULTILINE), (name, part)
     whole = script()
     assert not re.search(r"^\s*(?:import|export)\b", whole, re.MULTILINE)
     assert "</script" not in whole.lower()

@@ -131,7 +131,7 @@ def test_gradients_are_those_of_bfloat16_but_for_eight_bits():
         with narrowed():
             loss, count = batch_loss(model, Batch(ids[:, :-1], ids[:, 1:]))
         (loss / count).backward()
-        gradients.append(torch.cat([one.grad.flatten() for one in model.parameters()]))
+        gradients.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
     assert 0 < relative(*gradients) < 0.15
 
 

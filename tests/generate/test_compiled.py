@@ -192,14 +192,14 @@ def test_many_models_are_compiled_in_one_process():
     with torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         compare()
-        assert [str(one.message) for one in said if "uncompiled" in str(one.message)] == []
+        assert [str(line.message) for line in said if "uncompiled" in str(line.message)] == []
         torch.use_deterministic_algorithms(True)  # the compiler begins again when a setting changes
         try:
             compare()
             compare()
         finally:
             torch.use_deterministic_algorithms(False)
-        assert sum("uncompiled" in str(one.message) for one in said) == len(models)  # once for each
+        assert sum("uncompiled" in str(line.message) for line in said) == len(models)  # once for each
 
 
 @pytest.mark.cpu

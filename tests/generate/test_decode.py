@@ -404,7 +404,7 @@ def test_a_rotary_model_past_its_training_is_warned_of_once():
         for _ in range(3):
             m.generate(prompts_of((126,))[0], 6)
         m.generate([1, 2], 6)
-    assert [str(one.message)[:40] for one in said] == ["texts passed the 128 tokens of the model"]
+    assert [str(line.message)[:40] for line in said] == ["texts passed the 128 tokens of the model"]
 
 
 # Generation with every kind of attention -------------------------------------------------------------------

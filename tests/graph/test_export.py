@@ -43,7 +43,7 @@ def test_a_decoder_writes_token_by_token_in_onnxruntime(tmp_path):
         max_positions=200,
     )
     made_file = ch.export(m, tmp_path / "m.onnx", cache=True)
-    assert [one.name for one in tmp_path.iterdir()] == ["m.onnx"] and made_file.difference < 1e-5
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"] and made_file.difference < 1e-5
     run = onnxruntime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     assert all(isinstance(one.shape[0], str) for one in run.get_inputs())
     prompt, K, E = np.array([[3, 9, 4, 1, 17, 5, 5, 2]]), 1, 6
@@ -101,7 +101,7 @@ def test_the_command_writes_a_sentence_encoder_and_leaves_nothing_half_written(t
             main(["convert", str(tmp_path / "m"), str(out), *words])
         said = capsys.readouterr().err.strip()
         assert stopped.value.code == 2 and wrong in said and "\n" not in said
-        assert out.read_bytes() == before and [one.name for one in out.parent.iterdir()] == ["m.pt2"]
+        assert out.read_bytes() == before and [path.name for path in out.parent.iterdir()] == ["m.pt2"]
 
 
 LLAMA = {"positions": "rope", "norm": "rmsnorm", "bias": False, "gated": True, "activation": "silu"}

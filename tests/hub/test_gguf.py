@@ -236,7 +236,7 @@ def test_every_type_is_read_as_the_package_reads_it(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    theirs = {one.name: one for one in gguf.GGUFReader(tmp_path / "types.gguf").tensors}
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "types.gguf").tensors}
     assert len(theirs) == len(kinds) + 3 >= 24
     for mapped in (True, False):
         for name, entry in open_gguf(read_header(tmp_path / "types.gguf"), mapped).items():

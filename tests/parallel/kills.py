@@ -80,7 +80,7 @@ def import_all(data: Path, out: Path) -> None:
 def ranks(launcher: int | None) -> list[int]:
     """Return the processes that `torchrun` has started, in the order of their ranks."""
     try:
-        return [int(one) for one in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+        return [int(part) for part in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
     except OSError:  # it has ended
         return []
 

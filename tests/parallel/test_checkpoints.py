@@ -66,7 +66,7 @@ def test_a_split_model_writes_what_one_process_writes(name: str, work: Path) -> 
     assert worst(torch.tensor(found["logits"]), logits) <= 1e-5 * logits.abs().max()
     # Of one, or of two key/value heads; of three one for each head, as those of a process share unevenly.
     assert set(found["heads"]) == {3 if name == "uneven" else 1}
-    assert found["weights"] < 0.7 * sum(one.numel() for one in alone.model.parameters())
+    assert found["weights"] < 0.7 * sum(parameter.numel() for parameter in alone.model.parameters())
     assert all("split over processes" in line for line in found["refused"])
 
 

@@ -43,14 +43,14 @@ class Wire:
         self.stage, self.letters, self.device = stage, letters, torch.device("cpu")
 
     def send_forward(self, key: object, tensors: Any) -> int:
-        self.letters["on", self.stage + 1].append([one.detach().clone() for one in tensors])
+        self.letters["on", self.stage + 1].append([tensor.detach().clone() for tensor in tensors])
         return len(tensors)
 
     def receive_forward(self, key: object) -> Any:
         return self.letters["on", self.stage].popleft()
 
     def send(self, tensors: Any, stage: int) -> None:
-        self.letters["back", stage].append([one.clone() for one in tensors])
+        self.letters["back", stage].append([tensor.clone() for tensor in tensors])
 
     def receive(self, shapes: Any, stage: int) -> Any:
         return self.letters["back", self.stage].popleft()

@@ -156,23 +156,23 @@ def test_more_checkpointing_keeps_less_and_takes_longer():
 def test_published_runs_are_predicted():
     """Memory within 5 % and time within 20 %, but for the runs that docs/parallel.md names."""
     lines = [published.line(run) for run in published.RUNS]
-    time = [one["run"] for one in lines if abs(one["rate_error"]) > 0.20]
+    time = [line["run"] for line in lines if abs(line["rate_error"]) > 0.20]
     memory = [
-        one["run"] for one in lines if one["memory_error"] is not None and abs(one["memory_error"]) > 0.05
+        line["run"] for line in lines if line["memory_error"] is not None and abs(line["memory_error"]) > 0.05
     ]
     assert len(lines) >= 30
     assert len(time) == 1 and "8B on 64 H100" in time[0]
     assert len(memory) == 3
     page = (ROOT / "docs" / "parallel.md").read_text()
-    for one in lines:
-        assert f"{one['predicted_memory']:.1f} |" in page, "run benchmarks/run.py planner --save"
+    for line in lines:
+        assert f"{line['predicted_memory']:.1f} |" in page, "run benchmarks/run.py planner --save"
 
 
 def test_the_best_comes_first_and_fits():
     found = ch.plan("llama-3-8b", 16, "80GB", "400Gb", checkpointing="full", batch=64 * 8192)
-    times = [one.time.total for one in found.meshes]
+    times = [mesh.time.total for mesh in found.meshes]
     assert times == sorted(times) and len(times) == 5
-    assert all(one.fits and one.memory.total <= 80e9 and one.mesh.devices == 16 for one in found.meshes)
+    assert all(mesh.fits and mesh.memory.total <= 80e9 and mesh.mesh.devices == 16 for mesh in found.meshes)
     assert found.fitting <= found.tried
     assert json.loads(json.dumps(found.to_dict()))["meshes"][0]["memory"]["total"] == found.best.memory.total
     assert MeshSizes(**tomllib.loads(found.best.recipe)["parallel"]) == found.best.mesh
@@ -180,7 +180,7 @@ def test_the_best_comes_first_and_fits():
 
 def test_only_the_axes_asked_for_are_used():
     found = ch.plan("llama-3-8b", 16, checkpointing="full", axes=("data", "tensor"))
-    assert all(one.mesh.shard == one.mesh.pipeline == one.mesh.context == 1 for one in found.meshes)
+    assert all(mesh.mesh.shard == mesh.mesh.pipeline == mesh.mesh.context == 1 for mesh in found.meshes)
 
 
 def test_sizes_are_chosen_by_memory():
@@ -339,7 +339,7 @@ def record_bytes(configs: list[dict[str, Any]], folder: Path) -> None:
             moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq")]
             kinds = {
                 "weights": parameters,
-                "gradients": [one.grad for one in parameters],
+                "gradients": [parameter.grad for parameter in parameters],
                 "optimizer": moments,
             }
             found.append({kind: local_bytes(tensors) for kind, tensors in kinds.items()})

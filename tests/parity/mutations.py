@@ -428,7 +428,7 @@ def run(
     written = json.loads(path.read_text())
     assert ("clearhead" in written) == section
     draw = random.Random(f"{seed} {name}")
-    single = [one for one in mutations(written, model.config) if one[0] != "clearhead"]
+    single = [mutation for mutation in mutations(written, model.config) if mutation[0] != "clearhead"]
     chosen = [(one,) for one in single if draw.random() < share or one[0] in fields]
     follow = [pair for pair in derived(single) if draw.random() < share or pair[1][0] in fields]
     for changes in [*chosen, *follow, *(draw.sample(single, 2) for _ in range(pairs))]:

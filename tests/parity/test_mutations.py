@@ -74,7 +74,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), SETTINGS, ids=[" ".join(one) for one in SETTINGS])
+@pytest.mark.parametrize(("kind", "name"), SETTINGS, ids=[" ".join(setting) for setting in SETTINGS])
 @pytest.mark.slow
 def test_changed_settings_are_read_as_the_reference_reads_them(kind: str, name: str, tmp_path: Path) -> None:
     if kind == "sentences":

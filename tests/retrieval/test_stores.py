@@ -84,7 +84,7 @@ def test_rankings_equal_plain_loops(case, texts, tmp_path, monkeypatch):
     m = embedder(tmp_path / "encoder", case)
     build_index(tmp_path / "index", m, [texts])
     index = Index(tmp_path / "index")  # loads the embedder that it names
-    rows = [one.text for one in read_passages(texts)[1]]
+    rows = [passage.text for passage in read_passages(texts)[1]]
     assert index.kind == m.sentences.kind and len(index) == len(rows) == 51
     wanted = {"meaning": loop_scores(m, QUERY, rows, half=True), "words": loop_bm25(QUERY, rows)}
     hits = index.search(QUERY, 60, "meaning")
@@ -114,8 +114,8 @@ def test_passages_without_tokens_score_nothing():
             if some:
                 store.add(TokenStore.arrays(some))
         found = store.nearest([asked], 9)[0]
-        halves = [one.astype(np.float16).astype(np.float32) for one in vectors]
-        scores = [float((asked @ one.T).max(1).sum()) if len(one) else 0.0 for one in halves]
+        halves = [vector.astype(np.float16).astype(np.float32) for vector in vectors]
+        scores = [float((asked @ halve.T).max(1).sum()) if len(halve) else 0.0 for halve in halves]
         assert found == pytest.approx(dict(enumerate(scores)), abs=1e-5)
 
 

@@ -226,7 +226,7 @@ def test_adapters_are_loaded_over_http_where_the_server_allows_it(byte_tokenizer
         assert call(at, "/v1/completions", body, **key)[0] == 404
         assert call(at, "/v1/load_lora_adapter", load, **key)[0] == 200
         cards = call(at, "/v1/models", **key)[2]["data"]
-        assert [(one["id"], one["parent"]) for one in cards] == [("m", None), ("polite", "m")]
+        assert [(card["id"], card["parent"]) for card in cards] == [("m", None), ("polite", "m")]
         assert call(at, "/v1/completions", body, **key)[2]["choices"] == wanted
         refused = [
             (load, 400, 'lora_name "polite" is taken'),

@@ -57,7 +57,7 @@ def test_litellm_chats_completes_and_embeds(litellm, given, writer, reader):
     assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
     chunks = [*litellm.completion("openai/writer", MESSAGES, stream=True, n=2, **asked)]
     for number in range(2):
-        own = (one.choices[0] for one in chunks if one.choices and one.choices[0].index == number)
+        own = (chunk.choices[0] for chunk in chunks if chunk.choices and chunk.choices[0].index == number)
         assert "".join(choice.delta.content or "" for choice in own) == text
     made = litellm.text_completion("Hello", "text-completion-openai/writer", best_of=2, **asked)
     assert made.choices[0].text == writer.generate("Hello", 12, num_beams=1).text

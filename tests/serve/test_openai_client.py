@@ -42,7 +42,7 @@ def test_chat_whole_streamed_and_with_the_helper(client, served):
     chunks = list(
         client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True})
     )
-    assert "".join(one.choices[0].delta.content or "" for one in chunks if one.choices) == text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     with client.chat.completions.stream(**given, stop=text[-1:]) as stream:
         final = stream.get_final_completion()  # which refuses a text that was cut at its length

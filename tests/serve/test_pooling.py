@@ -61,8 +61,8 @@ def test_ranking_compares_as_rerank_does(name, client, models):
     body = {"model": name, "query": "the bell", "documents": TEXTS}
     wanted = models[name].rerank("the bell", TEXTS)
     found = client.post("/v1/rerank", json=body).json()
-    assert [one["index"] for one in found["results"]] == [one.index for one in wanted]
-    scores = [one["relevance_score"] for one in found["results"]]
+    assert [result["index"] for result in found["results"]] == [one.index for one in wanted]
+    scores = [result["relevance_score"] for result in found["results"]]
     assert scores == pytest.approx([one.score for one in wanted], abs=1e-5)
     given = client.post("/v1/score", json=body).json()
     by_place = {one.index: one.score for one in wanted}

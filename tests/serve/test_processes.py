@@ -61,19 +61,19 @@ def launched(folder: Path, *more: str) -> Iterator[tuple[str, list[Any]]]:
     try:
         until = time.monotonic() + 60
         while "(Ctrl-C ends it)" not in (said := log.with_suffix(".errors").read_text()):
-            assert all(one.is_alive() for one in processes) and time.monotonic() < until, said
+            assert all(process.is_alive() for process in processes) and time.monotonic() < until, said
             time.sleep(0.05)
         yield said.partition("/v1 ")[0].rpartition(" ")[2], processes
     finally:
-        for one in processes:
-            one.kill()
+        for process in processes:
+            process.kill()
 
 
 def ended(processes: list[Any]) -> list[int]:
     """Wait for processes to end by themselves; return their exit codes."""
-    for one in processes:
-        one.join(20)
-    return [one.exitcode for one in processes]
+    for process in processes:
+        process.join(20)
+    return [process.exitcode for process in processes]
 
 
 TEXT = "to be or not to be or"
@@ -111,8 +111,8 @@ def plain(answer: Any) -> Any:
     """Return an answer without what differs each time, its numbers as `approx` compares them."""
     if isinstance(answer, str) and "data: " in answer:
         events = [line[6:] for line in answer.split("\n\n") if line.startswith("data: {")]
-        choices = [one for event in events for one in json.loads(event)["choices"]]
-        return "".join(one["delta"].get("content") or "" for one in choices)
+        choices = [choice for event in events for choice in json.loads(event)["choices"]]
+        return "".join(choice["delta"].get("content") or "" for choice in choices)
     if isinstance(answer, dict):
         return {name: plain(value) for name, value in answer.items() if name not in EACH}
     return [plain(value) for value in answer] if isinstance(answer, list) else answer
@@ -148,8 +148,8 @@ def test_the_command_answers_as_one_process_and_drains(tmp_path: Path, writer, r
             assert list(flat(found)) == pytest.approx(list(flat(expected)), abs=1e-5), request
         assert status == 400 and "inside is not possible with a model that is split" in str(refused)
         with streaming(address) as stream:
-            for one in processes:  # as `torchrun` passes it on
-                os.kill(one.pid, signal.SIGTERM)
+            for process in processes:  # as `torchrun` passes it on
+                os.kill(process.pid, signal.SIGTERM)
             assert stream.read().endswith(b"[DONE]\n\n")
         assert ended(processes) == [0, 0]
 

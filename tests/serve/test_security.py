@@ -255,9 +255,9 @@ def test_prompts_are_in_no_log(writer, caplog):
     with serving({"m": ServeEngine(writer)}, log_prompts=True) as at:
         call(at, "/v1/completions", {"prompt": [f"{secret}\nforged line", "b"], "max_tokens": 2})
         call(at, "/v1/completions", {"prompt": writer.encode(["as ids"])[0], "max_tokens": 2})
-    lines = [one.getMessage() for one in caplog.records if one.name == "clearhead.run.serve"]
-    assert [json.loads(one)["prompts"] for one in lines] == [[f"{secret}\nforged line", "b"], ["as ids"]]
-    assert not any("\n" in one for one in lines)
+    lines = [record.getMessage() for record in caplog.records if record.name == "clearhead.run.serve"]
+    assert [json.loads(line)["prompts"] for line in lines] == [[f"{secret}\nforged line", "b"], ["as ids"]]
+    assert not any("\n" in line for line in lines)
 
 
 @pytest.mark.parametrize(

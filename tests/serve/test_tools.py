@@ -338,7 +338,7 @@ def test_a_round_trip_with_the_openai_client(client, model):
     assert answer.message.content is None
     ids = [call.id for call in answer.message.tool_calls]
     assert len({*ids}) == len(ids)
-    results = [{"role": "tool", "tool_call_id": one, "content": "rain"} for one in ids]
+    results = [{"role": "tool", "tool_call_id": token, "content": "rain"} for token in ids]
     told = [*ASKED, answer.message.model_dump(exclude_none=True), *results]
     again = client.chat.completions.create(**given | {"messages": told, "max_tokens": 8})
     assert again.usage.prompt_tokens > alone.steps

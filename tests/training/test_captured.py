@@ -57,7 +57,7 @@ def test_sizes_are_few_and_little_above(count):
     size = size_above(count)
     assert count <= size <= max(2 * count, 8) and size_above(size) == size
     assert count <= 8 or size - count < max(8, count / 8)
-    assert len({size_above(one) for one in range(1, 1025)}) < 50
+    assert len({size_above(number) for number in range(1, 1025)}) < 50
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
@@ -80,7 +80,7 @@ def test_what_is_padded_up_has_the_same_loss_and_gradient(family, share):
         model.zero_grad()
         loss, _ = batch_loss(model, batch)
         loss.backward()
-        gradients = [one.grad.clone() for one in model.parameters() if one.grad is not None]
+        gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
         found.append([loss.detach(), *gradients])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -208,7 +208,7 @@ def test_a_run_ends_where_such_steps_repeat(text, tmp_path, plant, monkeypatch, 
     count = len([step for step in bad if step <= ends])
     with pytest.raises(ch.TrainingError, match=rf"^step {ends}: .*\({count} of {ends} steps were not finite"):
         run(text, tmp_path / "run", EVERY)
-    assert all(torch.isfinite(one).all() for one in weights(tmp_path / "run" / "last").values())
+    assert all(torch.isfinite(weight).all() for weight in weights(tmp_path / "run" / "last").values())
 
 
 def test_a_count_of_a_run_that_goes_on_counts_what_was_before(text, tmp_path, plant):
@@ -256,8 +256,8 @@ def test_what_is_recorded_has_an_optimizer_that_skips_by_itself(kind):
     )
     assert captured.can_capture(on_gpu) is (kind == "adamw")
     if kind == "adamw":
-        for one in model.parameters():
-            one.grad = torch.full_like(one, math.nan)
-        before = [one.detach().clone() for one in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, math.nan)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         optim.step_unless(made, torch.tensor(True))
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))

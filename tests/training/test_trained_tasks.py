@@ -92,8 +92,8 @@ def test_an_anchor_with_two_positives_is_one_query_with_two_right_answers():
     vectors = np.eye(4)
     anchors = [vectors[0], vectors[0], vectors[1], vectors[2]]
     texts = [[0.9, 0.1, 0, 0], [0.8, 0, 0.2, 0], [0, 0.1, 0, 0.9], [0, 0, 0.9, 0]]
-    said = [[1.0, *one] for one in anchors]
-    meant = [[math.nan, *one] for one in texts]
+    said = [[1.0, *anchor] for anchor in anchors]
+    meant = [[math.nan, *text] for text in texts]
     _, ranked, relevant = TASKS["embed"].score(said, meant, ())["mrr"]
     assert len(ranked) == len(relevant) == 3 and relevant[0] == {0: 1.0, 1: 1.0}
     found = {name: METRICS[name](ranked, relevant) for name in ("mrr", "ndcg")}
@@ -247,7 +247,7 @@ def test_evaluation_agrees_with_scipy(run):
     wanted = [float(label) for _, label in rows]
     said = predict(done.model, [text for text, _ in rows])
     assert found.task == "regress" and found.examples == found.targets == 200
-    assert [float(one) for one in found.outputs] == pytest.approx(said, rel=1e-4)
+    assert [float(output) for output in found.outputs] == pytest.approx(said, rel=1e-4)
     assert found.metrics["mse"] == found.metrics["loss"]
     assert found.metrics["mse"] == pytest.approx(np.mean(np.square(np.subtract(said, wanted))), rel=1e-4)
     assert found.metrics["pearson"] == pytest.approx(stats.pearsonr(said, wanted)[0], rel=1e-6)

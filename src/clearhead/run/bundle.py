@@ -228,7 +228,7 @@ class Bundle:
     def facts(self) -> dict[str, str]:
         """What to know of the model at a glance, a few words each."""
         config, weight = self.config, next(self.model.parameters())
-        count = sum(one.numel() for one in self.model.parameters())
+        count = sum(parameter.numel() for parameter in self.model.parameters())
         dtype = str(weight.dtype).removeprefix("torch.")
         shared = f" ({config.n_kv_heads} for keys and values)" if config.n_kv_heads != config.n_heads else ""
         layers = " + ".join(str(stack.n_layers) for stack in config.stacks)
@@ -389,7 +389,7 @@ class Bundle:
             given: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
             listed = isinstance(given, Sequence) and not isinstance(given, bytes | bytearray)
             # One number of a tensor or an array is a number.
-            ids = [one.tolist() if hasattr(one, "tolist") else one for one in given] if listed else []
+            ids = [value.tolist() if hasattr(value, "tolist") else value for value in given] if listed else []
             refuse(
                 not listed or not all(type(token) is int for token in ids),
                 f"a prompt is {given!r:.40}: it must be text or a list of token ids, whole numbers",

@@ -110,8 +110,8 @@ def serve(
     given = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
     updates = dict(tuned := [_named(stated, "adapter") for stated in adapter])
     folders, names = dict(given), [name for name, _ in (*given, *tuned)]
-    for one in (*folders.values(), *updates.values(), *([] if draft is None else [draft])):
-        check_inputs(one)
+    for folder in (*folders.values(), *updates.values(), *([] if draft is None else [draft])):
+        check_inputs(folder)
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice is not None, f"two models are called {twice}: give one another name")
     keys = _keys(api_key_file)

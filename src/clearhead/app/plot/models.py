@@ -447,11 +447,11 @@ def draw_quantization(report: QuantReport, title: str) -> Figure:
     )
     axes, outputs = grid[0][0], all(layer.output_error is not None for layer in report.layers)
     lines: dict[str, list[tuple[int, float]]] = {}
-    for one in report.layers:
-        before, _, rest = one.name.partition("blocks.")
+    for part in report.layers:
+        before, _, rest = part.name.partition("blocks.")
         number, _, kind = rest.partition(".")
-        error = one.output_error if one.output_error is not None and outputs else one.weight_error
-        name = f"{before.removeprefix('decoder.')}{kind}" if rest else one.name
+        error = part.output_error if part.output_error is not None and outputs else part.weight_error
+        name = f"{before.removeprefix('decoder.')}{kind}" if rest else part.name
         lines.setdefault(name, []).append((int(number) if rest else 0, 100 * error))
     for name, points in list(lines.items())[: 2 * LINES]:
         alone = len(points) == 1

@@ -37,12 +37,12 @@ class ReadAnswer:
         texts = {kind: "".join(p.text for p in parts if p.kind == kind) for kind in ("content", "reasoning")}
         calls = [
             ToolCall(
-                ids(one.call),
-                one.text,
-                "".join(p.text for p in parts if p.kind == "arguments" and p.call == one.call),
+                ids(part.call),
+                part.text,
+                "".join(p.text for p in parts if p.kind == "arguments" and p.call == part.call),
             )
-            for one in parts
-            if one.kind == "call"
+            for part in parts
+            if part.kind == "call"
         ]
         return cls(texts["content"], texts["reasoning"], calls)
 

@@ -88,9 +88,9 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
         for number, token in enumerate(written):
             if "ByteFallback(" in kind and token in BYTES:
                 pieces[number] = bytes([BYTES.index(token)])
-    for number, one in added.items():
+    for number, entry in added.items():
         if number < size:
-            pieces[number] = b"" if one.special else one.content.encode()
+            pieces[number] = b"" if entry.special else entry.content.encode()
     return pieces
 
 

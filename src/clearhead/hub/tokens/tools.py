@@ -70,7 +70,7 @@ def tools_of(given: Sequence[Any]) -> list[Tool]:
         "tools must be a list, each a function or an entry of OpenAI's API",
     )
     refuse(len(given) > MOST_TOOLS, f"{len(given)} tools: at most {MOST_TOOLS}")
-    tools = [_tool(number, one) for number, one in enumerate(given)]
+    tools = [_tool(number, described) for number, described in enumerate(given)]
     names = [tool.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice, f'two tools are called "{twice}": give each another name')
@@ -259,8 +259,8 @@ def _without_tools(message: Message) -> dict[str, Any]:
     if message.get("tool_calls"):
         functions = [call.get("function") or call for call in message["tool_calls"]]
         blocks = [
-            json.dumps({"name": one.get("name"), "arguments": one.get("arguments")}, ensure_ascii=False)
-            for one in functions
+            json.dumps({"name": call.get("name"), "arguments": call.get("arguments")}, ensure_ascii=False)
+            for call in functions
         ]
         calls = "\n".join(f"{OPEN}\n{block}\n{CLOSE}" for block in blocks)
         text = kept.get("content") or ""
@@ -386,7 +386,7 @@ class ToolFormat:
 def _tail(render: Render, count: int, short: bool) -> str:
     """Return what a template writes of an answer with so many calls."""
     ids = [f"{'a' * 8}{n}" if short else f"call_{'a' * 23}{n}" for n in range(count)]
-    calls = [ToolCall(one, PROBE_NAME, json.dumps(PROBE_ARGUMENTS)).entry for one in ids]
+    calls = [ToolCall(name, PROBE_NAME, json.dumps(PROBE_ARGUMENTS)).entry for name in ids]
     asked: list[Message] = [{"role": "user", "content": "hi"}]
     tools = [Tool(PROBE_NAME, "probe", {"type": "object", "properties": {}}).entry]
     prompt = render(asked, True, tools)

@@ -222,8 +222,8 @@ def alike(stored: Sequence[Any], vectors: Any, tolerance: float) -> bool:
     """Return True if vectors are those that are stored as JSON, but for what machines differ by."""
     own = probes_of(vectors)
     width = vectors[0].width if isinstance(vectors[0], SparseVector) else 0
-    pairs = [(spelled_out(one, width), spelled_out(other, width)) for one, other in zip(stored, own)]
+    pairs = [(spelled_out(vector, width), spelled_out(other, width)) for vector, other in zip(stored, own)]
     return len(stored) == len(own) and all(
-        one.shape == other.shape and float(np.abs(one - other).max(initial=0)) <= tolerance
-        for one, other in pairs
+        vector.shape == other.shape and float(np.abs(vector - other).max(initial=0)) <= tolerance
+        for vector, other in pairs
     )

@@ -508,7 +508,7 @@ def turn_of(
         content = json.dumps(content) if isinstance(content, Mapping) else content
         options["tool_calls"] = form.constraint(tools.tools, tools.choice, tools.parallel, text, content)
     added = m.text_tokenizer.get_added_tokens_decoder().values()
-    special = tuple(one.content for one in added if one.special)
+    special = tuple(token.content for token in added if token.special)
     if form.needs(special, calls):
         options["skip_special_tokens"] = False
     else:

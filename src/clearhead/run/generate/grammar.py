@@ -211,7 +211,7 @@ def _as_followed(schema: Any, root: Any) -> Any:
     found = {}
     for name, value in schema.items():
         if name in NAMED and isinstance(value, dict):
-            found[name] = {key: _as_followed(one, root) for key, one in value.items()}
+            found[name] = {key: _as_followed(rule, root) for key, rule in value.items()}
         elif name in (*LOWER, *UPPER):
             found[name] = _bound(name, value)
         else:
@@ -255,7 +255,7 @@ def _check_exclusive(bounds: list[tuple[str, float]]) -> None:
     for name, bound in bounds:
         inwards = 1 if name == "exclusiveMinimum" else -1
         if name.startswith("exclusive") and bound == int(bound) and bound * inwards >= 0:
-            near = next((one for _, one in bounds if 0 < (one - bound) * inwards < 1), None)
+            near = next((other for _, other in bounds if 0 < (other - bound) * inwards < 1), None)
             refuse(
                 near is not None,
                 f"{name} {bound} of the schema cannot be kept beside the bound {near}: "
@@ -346,7 +346,7 @@ class Grammars:
         self.tokenizer, self.size = tokenizer, size
         self.vocabulary = vocabulary_of(token_bytes(tokenizer, size))
         added = tokenizer.get_added_tokens_decoder().items()
-        self.special = {one.content: number for number, one in added if one.special and number < size}
+        self.special = {token.content: number for number, token in added if token.special and number < size}
         self.compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()
 
     def begin(self, constraint: Constraint, stops: Collection[int]) -> "GrammarState":

@@ -35,7 +35,7 @@ class TextStream:
         self.tokenizer, self.stop = tokenizer, tuple(text for text in stop if text)
         self.context, self.skips = list(prompt), skip_special_tokens
         added = tokenizer.get_added_tokens_decoder().items() if skip_special_tokens else ()
-        self._special = {token for token, one in added if one.special}
+        self._special = {token for token, entry in added if entry.special}
         self.stopped_by: str | None = None
         self._emitted: list[str] = []
         self._held = ""  # settled, but perhaps the beginning of a stop string
@@ -190,8 +190,8 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     for token in ids:
         found.push(token, {})
     found.finish()
-    special = {token: one.content for token, one in tokenizer.get_added_tokens_decoder().items()}
-    return [one.text or special.get(one.id, "") for one in found.tokens]
+    special = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+    return [piece.text or special.get(piece.id, "") for piece in found.tokens]
 
 
 def agreed(one: Sequence[object], other: Sequence[object]) -> int:

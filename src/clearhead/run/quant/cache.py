@@ -31,9 +31,9 @@ class Int8KV(LayerKV):
         new = (*rounded(k.detach()), *rounded(v.detach()))
         before = self.parts or (None,) * len(new)
         room = max(stop, self.cache.reserve)
-        self._keep(*(with_room(buffer, one, start, room) for buffer, one in zip(before, new)))
-        for buffer, one in zip(self.parts, new):
-            buffer.narrow(2, start, stop - start).copy_(one)
+        self._keep(*(with_room(buffer, part, start, room) for buffer, part in zip(before, new)))
+        for buffer, part in zip(self.parts, new):
+            buffer.narrow(2, start, stop - start).copy_(part)
         self.dtype = k.dtype
         return self._wide(stop)
 

@@ -47,7 +47,7 @@ def updates_of(model: Transformer, tuned: Transformer, name: str) -> Updates:
     theirs, found = dict(tuned.named_parameters()), {}
     ours = dict(model.named_parameters())
     refuse(
-        {key: one.shape for key, one in ours.items()} != {key: one.shape for key, one in theirs.items()},
+        {key: w.shape for key, w in ours.items()} != {key: w.shape for key, w in theirs.items()},
         f"adapter {name} is of a model with other layers: it must be trained from the one that is served",
     )
     refuse(
@@ -72,7 +72,7 @@ def updates_of(model: Transformer, tuned: Transformer, name: str) -> Updates:
         )
         u, s, v = torch.linalg.svd(difference, full_matrices=False)
         # What is smaller than the rounding of the merged weight is no update.
-        largest = max(float(one.detach().abs().max()) for one in (weight, theirs[key]))
+        largest = max(float(side.detach().abs().max()) for side in (weight, theirs[key]))
         noise = torch.finfo(weight.dtype).eps * largest * sum(size**0.5 for size in weight.shape)
         rank = int((s > noise).sum())
         refuse(
@@ -200,8 +200,8 @@ def _originals(part: nn.Module) -> list[nn.Linear]:
 def _joined(updates: Sequence[Update | None], layers: Sequence[nn.Linear]) -> Update:
     """Return the updates of several layers as that of their outputs side by side."""
     none = [
-        (one.weight.new_zeros(0, one.in_features), one.weight.new_zeros(one.out_features, 0))
-        for one in layers
+        (layer.weight.new_zeros(0, layer.in_features), layer.weight.new_zeros(layer.out_features, 0))
+        for layer in layers
     ]
     pairs = [given or empty for given, empty in zip(updates, none)]
     apart: Tensor = torch.block_diag(*(b for _, b in pairs))  # type: ignore[no-untyped-call]

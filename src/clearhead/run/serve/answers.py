@@ -496,8 +496,8 @@ class LogprobReport:
     ) -> dict[str, Any]:
         if self.chat:
             content = [
-                {**one.entry(value), "top_logprobs": [other.entry(v) for other, v in top]}
-                for one, value, top in zip(tokens, values, tops)
+                {**token.entry(value), "top_logprobs": [other.entry(v) for other, v in top]}
+                for token, value, top in zip(tokens, values, tops)
             ]
             return {"content": content, "refusal": None}
         return completion_logprobs(tokens, values, tops, starts)

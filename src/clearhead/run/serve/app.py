@@ -56,12 +56,13 @@ class ServedPassages:
         for number, prompt in enumerate(body.prompts()):
             whole, some = self._before(prompt, lambda text: len(engine.m.prompt_ids(text)), most)
             prompts.append(whole)
-            found += [{"prompt": number, **one} for one in some]
+            found += [{"prompt": number, **passage} for passage in some]
         body.prompt = prompts
         return found
 
     def _chat(self, engine: ServeEngine, body: ChatBody) -> list[dict[str, Any]]:
-        place = max((n for n, one in enumerate(body.messages) if one.get("role") == "user"), default=-1)
+        by_user = [n for n, message in enumerate(body.messages) if message.get("role") == "user"]
+        place = by_user[-1] if by_user else -1
         refuse(place < 0, "this server looks for passages by the user's last message, and there is none")
 
         tools = body.choice_of_tools().shown
@@ -184,8 +185,8 @@ def make_server(
 
     def note(engine: ServeEngine, inputs: Sequence[Any]) -> None:
         if log_prompts:
-            ids = (isinstance(one, list) and all(isinstance(token, int) for token in one) for one in inputs)
-            texts = [engine.m.decode(one) if coded else one for one, coded in zip(inputs, ids)]
+            ids = (isinstance(x, list) and all(isinstance(token, int) for token in x) for x in inputs)
+            texts = [engine.m.decode(x) if coded else x for x, coded in zip(inputs, ids)]
             LOG.info("%s", json.dumps({"prompts": texts}))  # escaped: a prompt is never a line of its own
 
     def owner_of(request: Request) -> str:
@@ -274,8 +275,8 @@ def make_server(
         name, engine = reader_of(body.model)
         found = await read(engine, body.texts(), reading.classify, request)
         data = [
-            {"index": n, "label": one.label, "probability": one.probability, "scores": one.scores}
-            for n, one in enumerate(found)
+            {"index": n, "label": result.label, "probability": result.probability, "scores": result.scores}
+            for n, result in enumerate(found)
         ]
         return JSONResponse({"object": "list", "data": data, "model": name})
 
@@ -288,7 +289,7 @@ def make_server(
         m, documents = engine.m, body.documents
         if vectors.reads_pairs(m):
             pairs = [(body.query, text) for text in documents]
-            scores = [one.probability for one in await read(engine, pairs, reading.classify, request)]
+            scores = [result.probability for result in await read(engine, pairs, reading.classify, request)]
             tokens = await run_in_threadpool(lambda: sum(len(m.framed(*pair).ids) for pair in pairs))
         else:
             asked, answering = map(embeddings.embedding, vectors.sides(m))
@@ -308,8 +309,8 @@ def make_server(
     async def rerank(body: protocol.PairsBody, request: Request) -> Response:
         scores, about = await scored(body, request)
         results = [
-            {"index": one.index, "document": {"text": one.text}, "relevance_score": one.score}
-            for one in vectors.ranked(scores, body.documents, body.top_n)
+            {"index": passage.index, "document": {"text": passage.text}, "relevance_score": passage.score}
+            for passage in vectors.ranked(scores, body.documents, body.top_n)
         ]
         return JSONResponse({**about, "results": results})
 
@@ -317,7 +318,7 @@ def make_server(
     async def score(body: protocol.PairsBody, request: Request) -> Response:
         refuse(body.top_n is not None, "top_n is for rerank: score gives every document, in its order")
         scores, about = await scored(body, request)
-        data = [{"index": n, "object": "score", "score": one} for n, one in enumerate(scores)]
+        data = [{"index": n, "object": "score", "score": value} for n, value in enumerate(scores)]
         return JSONResponse({"object": "list", **about, "data": data})
 
     @app.post("/tokenize")
@@ -356,14 +357,17 @@ def make_server(
     async def unload_lora_adapter(body: protocol.UnloadAdapterBody) -> Response:
         check_loading()
         name = body.lora_name
-        engine = next((one for one in engines.values() if name in one.adapters), next(iter(engines.values())))
+        engine = next(
+            (serving for serving in engines.values() if name in serving.adapters),
+            next(iter(engines.values())),
+        )
         engine.unload_adapter(name)
         return PlainTextResponse(f"adapter {name} is unloaded")
 
     def card(name: str, engine: ServeEngine, request: Request) -> dict[str, Any]:
         if "anthropic-version" in request.headers:
             return model_card(name, begun, engine.max_length)
-        parent = next(one for one, mine in engines.items() if mine is engine)
+        parent = next(base for base, mine in engines.items() if mine is engine)
         about = {"id": name, "object": "model", "created": begun, "owned_by": "clearhead"}
         return {**about, "max_model_len": engine.max_length, "parent": None if name == parent else parent}
 
@@ -373,7 +377,7 @@ def make_server(
         names = [*known]
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
         more = ends if "anthropic-version" in request.headers else {}
-        return {"object": "list", "data": [card(*one, request) for one in known.items()], **more}
+        return {"object": "list", "data": [card(*entry, request) for entry in known.items()], **more}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str, request: Request) -> Any:
@@ -391,7 +395,8 @@ def make_server(
 
     @app.get("/version")
     async def about() -> Any:
-        return {"version": version("clearhead"), "exact": {name: one.exact for name, one in engines.items()}}
+        exact = {name: engine.exact for name, engine in engines.items()}
+        return {"version": version("clearhead"), "exact": exact}
 
     @app.get("/metrics")
     async def figures() -> Response:
@@ -407,15 +412,15 @@ def make_server(
 def _in_words(error: RequestValidationError, content_type: str) -> tuple[str, str | None]:
     """Return what is wrong with a body, field by field, and the first such field."""
     lines, fields = [], []
-    for one in error.errors()[:5]:
+    for mistake in error.errors()[:5]:
         # A field of several kinds is tried as each of them, and the kind stands in the place too.
-        names = [str(part) for part in one["loc"][1:] if not KIND.match(str(part))]
-        field, what = ".".join(names), one["msg"]
-        if one["type"] == "json_invalid":
-            field, what = "", f"no JSON: {one['ctx']['error']} at character {one['loc'][1]}"
+        names = [str(part) for part in mistake["loc"][1:] if not KIND.match(str(part))]
+        field, what = ".".join(names), mistake["msg"]
+        if mistake["type"] == "json_invalid":
+            field, what = "", f"no JSON: {mistake['ctx']['error']} at character {mistake['loc'][1]}"
         elif not field and "json" not in content_type:
             what = f'of type "{content_type}": send it as Content-Type: application/json'
-        if one["type"] == "extra_forbidden":
+        if mistake["type"] == "extra_forbidden":
             taken = protocol.no_op_values(field)
             only = " or ".join(map(json.dumps, (None, *(taken or ()))))
             why = "is not a field of this request" if taken is None else f"is not served: {only} is taken"

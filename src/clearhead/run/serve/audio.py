@@ -158,7 +158,7 @@ def body_of(form: FormData, kind: type[AudioBody]) -> tuple[AudioBody, UploadFil
     try:
         body = kind.model_validate(fields_of(form, kind))
     except ValidationError as error:
-        wrong = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        wrong = [{**mistake, "loc": ("body", *mistake["loc"])} for mistake in error.errors()]
         raise RequestValidationError(wrong) from None
     file = form.get("file")
     if not isinstance(file, UploadFile):

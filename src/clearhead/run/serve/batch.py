@@ -76,7 +76,7 @@ def check_files(given: Path, out: Path) -> None:
 
 def model_fingerprint(folder: Path, *options: object) -> str:
     """Return what tells a model from others, and from itself after more training; a sample of it is read."""
-    files = [folder] if folder.is_file() else sorted({one for kind in WEIGHTS for one in folder.glob(kind)})
+    files = [folder] if folder.is_file() else sorted({path for kind in WEIGHTS for path in folder.glob(kind)})
     total = hashlib.sha256(repr(options).encode())
     for path in files:
         size = path.stat().st_size

@@ -147,7 +147,7 @@ def chat_body(
     try:
         return kind(messages=messages, **{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
-        wrong = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        wrong = [{**mistake, "loc": ("body", *mistake["loc"])} for mistake in error.errors()]
         raise RequestValidationError(wrong) from None
 
 

@@ -31,9 +31,9 @@ def embedding(prompt: str | None) -> Any:
 
 def _embed(prompt: str | None, m: Bundle, texts: abc.Sequence[str | list[int]]) -> list[Embedded]:
     found, counts = vectors.embed_counted(m, texts, prompt=prompt)
-    numbers = [one.weights if isinstance(one, SparseVector) else one for one in found]
+    numbers = [vector.weights if isinstance(vector, SparseVector) else vector for vector in found]
     refuse(
-        not all(one.isfinite().all() for one in numbers),
+        not all(number.isfinite().all() for number in numbers),
         "the model gave a vector with NaN or infinite numbers: its weights are broken",
     )
     if m.sentences is None:  # a model of sentences says itself whether its vectors have length 1

@@ -245,7 +245,7 @@ class ServeEngine:
             if name not in self.adapters:
                 line = f'no adapter is called "{name}"{nearest(name, self.adapters)}'
                 raise RequestError(line, "model_not_found", 404, "lora_name")
-            self.adapters = {other: one for other, one in self.adapters.items() if other != name}
+            self.adapters = {other: adapter for other, adapter in self.adapters.items() if other != name}
 
     # Steps -------------------------------------------------------------------------------------------------
 
@@ -273,11 +273,11 @@ class ServeEngine:
         self._plan(plan)
         plain = self.speculation.is_plain(plan)
         self.speculation.add(plan)
-        alone = [one for one in plan if not one.seq.encoded]
-        for one in alone:
-            self._guarded([one])
+        alone = [chunk for chunk in plan if not chunk.seq.encoded]
+        for chunk in alone:
+            self._guarded([chunk])
         before = time.thread_time()
-        self._guarded([one for one in plan if one not in alone])
+        self._guarded([chunk for chunk in plan if chunk not in alone])
         if plain:
             self.speculation.price.keep(len(plan), time.thread_time() - before)
         self.pooling.step()
@@ -320,7 +320,7 @@ class ServeEngine:
             while group is not None and table.missing(tokens) > table.blocks.available:
                 latest = self.running[-1]
                 self._preempt(latest)
-                plan[:] = [one for one in plan if one.seq is not latest]
+                plan[:] = [chunk for chunk in plan if chunk.seq is not latest]
                 if latest is seq:
                     return False
             if group is not None:
@@ -351,8 +351,8 @@ class ServeEngine:
             if group is not None and group[0] is not None:
                 needed = min(needed, window_blocks(group, self.limits))
             if needed > table.blocks.available and self.running:
-                for one in tables.values():
-                    one.clear()
+                for taken in tables.values():
+                    taken.clear()
                 return False
         seq.read = seq.planned = found * size
         if seq.times.begun is None:

@@ -89,11 +89,11 @@ class PoolingQueue:
             if reading.cancelled:
                 continue
             inputs = []
-            for one in itertools.islice(reading.inputs, len(reading.found), len(reading.found) + room):
+            for row in itertools.islice(reading.inputs, len(reading.found), len(reading.found) + room):
                 if characters <= 0:
                     break
-                inputs.append(one)
-                characters -= _length(one)
+                inputs.append(row)
+                characters -= _length(row)
             together.append((reading, inputs))
             room -= len(inputs)
         if together:
@@ -117,12 +117,12 @@ class PoolingQueue:
             if len(together) == 1:
                 together[0][0].end(error)
             else:  # one of them is at fault: each by itself
-                for one in together:
-                    self._guarded([one])
+                for request in together:
+                    self._guarded([request])
 
     @staticmethod
     def _run(together: Sequence[tuple[PoolingRequest, list[Any]]]) -> None:
-        found = together[0][0].run([one for _, inputs in together for one in inputs])
+        found = together[0][0].run([row for _, inputs in together for row in inputs])
         at = 0
         for reading, inputs in together:
             reading.keep(found[at : at + len(inputs)])
@@ -164,8 +164,8 @@ class InsideView:
             if name == LENS:
                 count += (self.m.config.main.n_layers + 1) * length * len(Lens.__dataclass_fields__)
                 continue
-            for one in _named(self.m, name):
-                first, *_, second = self._shapes.get(one, [(), ()])
+            for tap in _named(self.m, name):
+                first, *_, second = self._shapes.get(tap, [(), ()])
                 count += math.prod(a if a == b else wider.get(a, length) for a, b in zip(first, second))
         refuse(
             length + sources > MOST_TOKENS or count > MOST_VALUES,
@@ -210,7 +210,7 @@ def _named(m: Model, pattern: str) -> list[str]:
 def packed(value: Any) -> Any:
     """Return a value as JSON has it; tensors become their shape and their numbers in base64."""
     if isinstance(value, Mapping):
-        return {name: packed(one) for name, one in value.items()}
+        return {name: packed(item) for name, item in value.items()}
     if not isinstance(value, Tensor):
         return plain(value)
     numbers = on_cpu(value) if value.is_floating_point() else value.cpu()

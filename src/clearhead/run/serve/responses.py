@@ -78,7 +78,7 @@ class Memory:
             return
         own = self._of[owner]
         own[kept.response["id"]] = kept
-        size = sum(one.size for one in own.values())
+        size = sum(response.size for response in own.values())
         while len(own) > MOST_KEPT or size > MOST_BYTES:
             size -= own.popitem(last=False)[1].size
 

@@ -148,7 +148,7 @@ class Admission:
         """
         given = [headers.get("authorization", "")]
         given += [f"Bearer {headers['x-api-key']}"] if "x-api-key" in headers else []
-        digests = [digest_given(one, self.keys) for one in given]
+        digests = [digest_given(value, self.keys) for value in given]
         return next((digest for digest in digests if digest is not None), None)
 
     def refusal(self, path: str, headers: Headers, key: bytes | None) -> tuple[int, str] | None:

@@ -127,7 +127,7 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
     @router.get("/open/{place}/{number}")
     def opened(place: int, number: int) -> Response:
         kept = list(engines.values())[place].finished if 0 <= place < len(engines) else ()
-        seq = next((one for one in list(kept) if one.number == number), None)
+        seq = next((ended for ended in list(kept) if ended.number == number), None)
         if seq is None:
             raise HTTPException(404, f"request {number} is forgotten: the latest {KEPT} are kept")
         if list(engines.values())[place].split:
@@ -176,12 +176,12 @@ def _state(engine: ServeEngine) -> dict[str, Any]:
                 else f"window of {group[0]}"
                 if group[0]
                 else "whole texts",
-                "used": one.used,
-                "kept": len(one.idle),
-                "free": len(one.free),
+                "used": pool.used,
+                "kept": len(pool.idle),
+                "free": len(pool.free),
                 "tokens": engine.limits.block,
             }
-            for group, one in blocks
+            for group, pool in blocks
         ],
         "totals": {
             "new_tokens": figures.new_tokens,
