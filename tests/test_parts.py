@@ -8,7 +8,7 @@ import torch.nn.functional as nnf
 from torch import nn
 
 import clearhead as ch
-from clearhead.core.attention import KERNELS
+from clearhead.core.attention import KERNELS, eager
 from clearhead.core.embedding import FRONTS
 from clearhead.core.feedforward import ACTIVATIONS, FeedForward
 from clearhead.core.heads import HEADS
@@ -352,3 +352,15 @@ def test_gradients_survive_compilation():
         nnf.cross_entropy(compiled(ids).logits.flatten(0, 1), ids.flatten()), list(model.parameters())
     )
     assert max(map(worst, ours, theirs)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("how", ["all", "mask", "causal"])
+def test_rows_that_share_keys_attend_alike_in_both_kernels(queries, how):
+    """Six rows of queries, two of keys: as if each row had a copy of its keys."""
+    q, (k, v) = torch.randn(6, 4, queries, 8), torch.randn(2, 2, 2, queries + 2, 8)
+    mask = torch.rand(2, 1, queries, queries + 2) < 0.6 if how == "mask" else None
+    copies = [None if x is None else x.repeat_interleave(3, 0) for x in (k, v, mask)]
+    expected = eager(q, *copies, causal=how == "causal")
+    for kernel in KERNELS.values():
+        assert torch.allclose(kernel(q, k, v, mask, causal=how == "causal"), expected, atol=1e-6)

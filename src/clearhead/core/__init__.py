@@ -1,4 +1,5 @@
 """The model: one block, one stack, one Transformer. `config` is what is built. Read in this order.
 
-taps, attention, masks, feedforward, norms, stack, embedding, heads, transformer; positions, cache, dtypes.
+config, taps, attention, masks, feedforward, norms, stack, embedding, heads, transformer; positions, cache,
+dtypes. `clearhead.minimal` is shorter: one file, equal to this on real weights.
 """

@@ -7,7 +7,8 @@ answer: zeros, with finite gradients, for a query that may attend to nothing. Ma
 Self-attention and cross-attention are one module: cross-attention takes its keys and values from `memory`.
 
 `tap("q", q)` shows an activation that a user may record or edit, `tap.step` an intermediate value to a trace.
-Both return the tensor (`taps`). A `View` is what one layer may see: mask, bias and rotation (`masks`).
+Both return the tensor (`taps`). So the activation "q" is normed and rotated, "scores" are scaled and masked.
+A `View` is what one layer may see: mask, bias and rotation (`masks`).
 
 Shapes: B batch, T query length, S key length, D model, H heads, K key/value heads (H a multiple of K),
 E head width.
@@ -105,7 +106,9 @@ def fused(
         return eager(q, k, v, mask, bias, scale, causal=causal, dropout=dropout, **more)
     B, H, T, E = q.shape
     K = k.shape[1]
-    if k.shape[0] < B and T == 1:  # rows that share keys become the queries of one row: no key is copied
+    if k.shape[0] < B and (T > 1 or causal):
+        return eager(q, k, v, mask, bias, scale, causal=causal, dropout=dropout)
+    if k.shape[0] < B:  # rows that share keys become the queries of one row: no key is copied
         together = q.reshape(k.shape[0], -1, H, E).transpose(1, 2)  # B/N H N E
         return fused(together, k, v, mask, bias, scale, dropout=dropout).transpose(1, 2).reshape(B, H, 1, -1)
     if bias is not None:
@@ -177,6 +180,7 @@ class Attention(nn.Module):
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
         q, k, v = tap("q", q), tap("k", k), tap("v", v)
+        # The view calls `attend`; keys that are cached for good are not to be added to the cache again.
         z = view.attended(self.attend, q, k, v, None if cached else layer_kv, tap, x)  # B H T E
         return self.output(z, x, tap)
 

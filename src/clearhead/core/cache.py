@@ -148,8 +148,10 @@ class Cache:
 
     def advance(self) -> None:
         """Count the new tokens as read, after the last layer."""
+        # The new tokens: those visible now that were not there before the call.
         self.length += self._visible.length - (0 if self.tokens is None else self.tokens.length)
         self.tokens = self._visible
+        # Where every layer forgets, descriptions of old tokens may go, too; plain ones are only counted.
         if not self.tokens.plain and all(keys.fixed_size for keys in self.layers.values()):
             self.tokens = STATES["latest"](self.tokens, max((kind.slots for kind in self.rings), default=1))
 

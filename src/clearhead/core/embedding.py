@@ -49,6 +49,7 @@ class Embedding(nn.Module):
         self.front = front if front is not None else FRONTS[spec.input](spec)
         self.types = nn.Embedding(spec.n_types, width) if spec.n_types else None
         self.norm = make_norm(spec.norm, width) if spec.embedding_norm else None
+        # After the sum; a front's own `project` widens the token vectors before it.
         self.project = nn.Linear(width, spec.d_model) if spec.embedding_projection else None
         self.dropout = spec.embedding_dropout
 

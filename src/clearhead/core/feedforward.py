@@ -60,13 +60,13 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
-        pre, up = self.project(x)
-        pre = tap.step("up" if up is None else "gate", pre)  # B T F
+        pre, factor = self.project(x)
+        pre = tap.step("up" if factor is None else "gate", pre)  # B T F
         if self.clamp is not None:
             pre = tap.step("gate_clamped", pre.clamp(max=self.clamp))
         post = tap.step("activated", self.activation(tap("pre", pre)))
-        if up is not None:
-            post = tap.step("gated", post * self._factor(tap.step("up", up), tap))
+        if factor is not None:
+            post = tap.step("gated", post * self._clamped(tap.step("up", factor), tap))
         post = tap("post", post)
         if self.training:
             post = nnf.dropout(post, self.dropout)
@@ -76,7 +76,7 @@ class FeedForward(nn.Module):
         """Return the input of the activation and, if gated, its factor: [B, T, D] -> [B, T, F]."""
         return (self.up(x), None) if self.gate is None else (self.gate(x), self.up(x))
 
-    def _factor(self, up: Tensor, tap: Tap) -> Tensor:
+    def _clamped(self, up: Tensor, tap: Tap) -> Tensor:
         """Clamp and shift what the gate multiplies: [B, T, F] -> [B, T, F]."""
         if self.clamp is not None:
             up = tap.step("up_clamped", up.clamp(-self.clamp, self.clamp))

@@ -132,7 +132,7 @@ def next_order(before: TokenInfo | None, batch: int, device: torch.device) -> Te
 
 
 def join(a: TokenInfo, b: TokenInfo) -> TokenInfo:
-    """Return the tokens of `a` followed by those of `b`."""
+    """Return the tokens of `a` followed by those of `b`, without what `Kind.describe` adds for one kind."""
     batch = max(a.order.shape[0], b.order.shape[0])
 
     def cat(x: Tensor, y: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def join(a: TokenInfo, b: TokenInfo) -> TokenInfo:
     return TokenInfo(
         cat(a.order, b.order),
         cat(a.positions, b.positions),
-        None if a.real is b.real is None else cat(a.real_mask(), b.real_mask()),
-        None if a.documents is b.documents is None else cat(a.document_ids(), b.document_ids()),
+        None if a.real is None and b.real is None else cat(a.real_mask(), b.real_mask()),
+        None if a.documents is None and b.documents is None else cat(a.document_ids(), b.document_ids()),
         plain=a.plain and b.plain,
     )
 

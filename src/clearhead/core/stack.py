@@ -39,13 +39,13 @@ ROUTERS: Registry[Any] = Registry({"depth": "clearhead.variants.routing:Router"}
 class Residual(nn.Module):
     """What joins one sublayer to the residual stream: norms, dropout and stochastic depth."""
 
-    def __init__(self, spec: StackSpec, reads_other: bool = False) -> None:
-        """Build the norms; with `reads_other`, the sublayer reads the output of a norm elsewhere."""
+    def __init__(self, spec: StackSpec, reads_normed: bool = False) -> None:
+        """Build the norms; with `reads_normed`, none before a sublayer whose input is normed already."""
         super().__init__()
         layout, norm, D = spec.norm_position, spec.norm, spec.d_model
         # A norm may stand at three points; each layout uses one or two. Their names are those of parameters
         # in clearhead's own checkpoints.
-        self.before = norms.make_norm(norm, D) if layout in ("pre", "sandwich") and not reads_other else None
+        self.before = norms.make_norm(norm, D) if layout in ("pre", "sandwich") and not reads_normed else None
         self.inside = norms.make_norm(norm, D) if layout in ("sandwich", "output") else None
         self.after = norms.make_norm(norm, D) if layout == "post" else None
         self.scale, self.dropout, self.skip = spec.residual_scale, spec.dropout, spec.layer_drop
@@ -86,19 +86,20 @@ class Block(nn.Module):
         name = f"{spec.prefix}blocks.{layer}"
         self.attention = attention_class(spec, layer)(spec, f"{name}.attention", spec.kinds[layer])
         bare = (layer == 0 and not spec.first_norm) or spec.kinds[layer].name == "none"
-        self.attention_residual = Residual(spec, reads_other=bare)
+        self.attention_residual = Residual(spec, reads_normed=bare)
         self.cross = Attention(spec, f"{name}.cross") if spec.cross else None
         self.cross_residual = Residual(spec) if spec.cross else None
         self.feedforward = feedforward_class(spec, layer)(spec)
         self.parallel = spec.parallel
         shared = spec.parallel and spec.parallel_norms == 1
-        self.feedforward_residual = Residual(spec, reads_other=shared or not spec.feedforwards(layer))
+        self.feedforward_residual = Residual(spec, reads_normed=shared or not spec.feedforwards(layer))
         self.router = ROUTERS["depth"](spec, layer) if spec.capacities[layer] < 1 else None
 
     def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
         view, keys, memory, cross_view, cross_keys = inputs
-        if self.router is not None and view.routed:  # mixture of depths: some tokens skip the layer
+        if self.router is not None and view.routed:
+            # Mixture of depths: the router calls this method again, with the chosen tokens and a plain view.
             return cast(Tensor, self.router(x, view, keys, partial(Block.forward, self), tap))
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         x = tap("resid_pre", x)
@@ -165,6 +166,7 @@ class Stack(nn.Module):
         self.embedding = Embedding(spec, front)
         self.positions = POSITIONS[spec.positions](spec)
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
+        # Parameters are numbered by block, taps by layer: the two differ where layers share weights.
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
         # For long rows of kinds that see few keys; looked up once, as passes may be compiled.

@@ -1,6 +1,7 @@
 """Kinds of attention that a config may name besides "full" and "window": their sizes, rules and states.
 
-`core.config.kinds` lists them. Rules take tensors of any shapes that broadcast, so that masks over pairs,
+To add one: a class here, its name in `KINDS` (`core.config.kinds`), its module in `ATTENTIONS`
+(`core.attention`). Rules take tensors of any shapes that broadcast, so that masks over pairs,
 over gathered blocks and inside a compiled kernel are one rule.
 
 Shapes: B batch (1 where all rows are alike), T query length, S key length.

@@ -107,8 +107,9 @@ def _stack(config: Fields, **own: Any) -> StackSpec:
     }
     layers, d_head = size["n_layers"], size["d_head"]
     groups = min(config.layer_groups or layers, layers)
-    at, span, times = config.loop or (layers, 0, 1)  # the order of blocks follows
-    order = [*range(at), *[*range(at, end := at + span)] * times, *range(end, layers + span - span * times)]
+    start, span, times = config.loop or (layers, 0, 1)
+    distinct = layers - span * (times - 1)  # blocks with weights of their own: `n_layers` counts every use
+    order = [*range(start), *[*range(start, start + span)] * times, *range(start + span, distinct)]
     tokens = size["input"] == "tokens"
     # A scale and widths that follow from d_head and d_ff follow from those of this stack.
     scaled = config.d_head is not None and config.attention_scale == config.d_head**-0.5
