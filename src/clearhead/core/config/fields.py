@@ -174,9 +174,8 @@ class Fields(StackFields):
     max_encoder_positions: int | None = None  # encoder-decoder: None: max_positions
     d_expert: int | None = None  # width of an expert; None: d_ff
     layer_groups: int | None = None  # None: every layer its own weights; k: runs of layers share k sets
-    loop: tuple[int, int, int] | None = (
-        None  # (first, layers, times): a span of layers, used several times; n_layers counts every use
-    )
+    # (first, layers, times): a span of layers, used several times; n_layers counts every use
+    loop: tuple[int, int, int] | None = None
 
     # Embedding
     source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size
