@@ -86,6 +86,8 @@ ODD: dict[str, ModelConfig] = {
         **{"attention_gate": True, "n_kv_heads": 2, "positions": "rope", "rope_fraction": 0.5},
         **{"qk_norm": "head", "norm": "rmsnorm", "qkv_bias": False},
     ),
+    "gate-of-heads": small.replace(head_gate=5),
+    "gate-of-heads-grouped": small.replace(head_gate=3, n_kv_heads=2, positions="rope", bias=False),
     "two-stacks-gated-heads": both.replace(attention_gate=True, pruned_heads={"blocks.0.cross": (1,)}),
     "sink": small.replace(attention_sink=True),
     "sink-grouped-capped-window": small.replace(

@@ -556,7 +556,9 @@ PICTURES = {
     "rope-scaling": Drawn(draw_rope_scaling, "rope_scaling"),
     "buckets": Drawn(draw_buckets, "relative_buckets relative_max_distance relative_terms relative_norm"),
     "masks": Drawn(draw_masks, "attention window"),
-    "scores": Drawn(draw_scores, "attention_scale attention_softcap attention_sink qk_norm attention_gate"),
+    "scores": Drawn(
+        draw_scores, "attention_scale attention_softcap attention_sink qk_norm attention_gate head_gate"
+    ),
     "activations": Drawn(draw_activations, "activation gated gated_clamp gated_shift feedforward_skips"),
     "experts": Drawn(
         draw_experts,
@@ -577,7 +579,7 @@ PICTURES = {
         "head_activation head_bias",
     ),
     "logits": Drawn(draw_logits, "logit_scale logit_softcap"),
-    "init": Drawn(draw_init, "init init_std"),
+    "init": Drawn(draw_init, "init init_std zero_init"),
 }
 
 

@@ -66,6 +66,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "attention_softcap": (3.0,),
     "attention_sink": (True,),
     "attention_gate": (True,),
+    "head_gate": (5,),
     "qk_norm": ("head", "full"),
     "activation": ("relu", "gelu_tanh", "quick_gelu", "silu", "relu2"),
     "gated": (True,),
@@ -135,7 +136,7 @@ OF_SIZE = {
     "attention",
     "n_classes",
 }
-OF_SIZE |= {"input", "patch_size", "image_size", "d_input", "init", "init_std"}
+OF_SIZE |= {"zero_init", "input", "patch_size", "image_size", "d_input", "init", "init_std"}
 
 
 # What many of these need, or what is rarely met by chance: each model begins with two of them.
@@ -237,6 +238,7 @@ def some_model(draw: random.Random, seed: int) -> ch.Transformer:
             "n_kv_heads": draw.choice((1, 2, 4, 4)),
             "rope_fraction": draw.choice((1.0, 0.5)),
             "attention_gate": draw.random() < 0.2,
+            "head_gate": draw.choice((0, 0, 0, 3)),
             "attention_sink": draw.random() < 0.1,
             "attention_softcap": draw.choice((None, None, None, 3.0)),
             "qk_norm": draw.choice(("none", "none", "head", "full")),

@@ -202,6 +202,7 @@ class Replay:
         config, v = self.config, self.values
         if leaf in ("q", "k", "v", "gate"):
             x = self.memory if part == "cross" and leaf in "kv" else self.read(block, part)
+            x = x[..., : config.head_gate] if leaf == "gate" and config.head_gate else x
             return self.linear(x, f"{at}.{leaf}")
         if leaf.endswith("_heads"):
             normed = config.qk_norm == "full" and leaf[0] != "v"
@@ -237,8 +238,8 @@ class Replay:
             return scores if part == "cross" else torch.where(mask.bool(), scores, hidden)
         if leaf == "pattern":
             return torch.softmax(torch.where(scores <= lowest, -torch.inf, scores), -1)
-        if leaf == "z" and config.attention_gate:
-            gate = torch.stack(v[f"{at}.gate"].split(config.d_value, -1), 1)
+        if leaf == "z" and (config.attention_gate or config.head_gate):
+            gate = torch.stack(v[f"{at}.gate"].split(config.d_value if config.attention_gate else 1, -1), 1)
             return v[f"{at}.mixed"] / (1 + torch.exp(-gate))
         if leaf in ("z", "mixed"):
             pattern, values = v[f"{at}.pattern"], v[f"{at}.v_heads"]

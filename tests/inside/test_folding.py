@@ -35,6 +35,7 @@ MODELS = {
     "latent": ({**LLAMA, **LATENT, **GROUPED_EXPERTS, "n_kv_heads": 4}, set()),
     "global": ({"family": "encoder", "attention": "global(4)"}, set()),
     "gated attention": ({"attention_gate": True}, set()),
+    "gate of heads": ({"head_gate": 5}, set()),
     "masked": ({"family": "encoder", "n_types": 2}, set()),
     "masked, post": (
         {"family": "encoder", "norm_position": "post"},

@@ -51,6 +51,7 @@ SHAPES = {
     "experts-softmax-first": {"n_experts": 3, "router_order": "softmax_topk", "router_renormalise": False},
     "output-norm": {**OUTPUT, "d_value": 6},
     "qk-norm": {**QK_NORM, "d_embedding": 8},
+    "gate-of-heads": GROUPED | {"head_gate": 5, "qkv_bias": True},
     "repeated": {**REPEATED, "head": "tagger", "n_classes": 3, "head_layer": True},
 }
 

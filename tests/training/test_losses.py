@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from clearhead.core.stack import Block
 from clearhead.errors import InputError
 from clearhead.learn import losses
 from clearhead.learn.batches.batch import IGNORE, Batch
-from clearhead.learn.losses import balance_loss, batch_loss, default_chunk
+from clearhead.learn.losses import Terms, balance_loss, batch_loss, default_chunk
+from clearhead.learn.tasks.table import TASKS
 from tests.harness import V, build, gradients, some_ids, worst
 
 pytestmark = pytest.mark.ledger("H3", "H5")
@@ -116,6 +118,66 @@ def test_pieces_without_gradients(monkeypatch):
     model.head.register_forward_hook(lambda module, given, out: rows.append(out.shape[0]))
     batch_loss(model, batch)
     assert max(rows) <= 3 and sum(rows) == batch.n_targets
+
+
+TERMS = {
+    "z": Terms(z_loss=0.01),
+    "future": Terms(future_tokens=(0.5, 0.0, 0.25)),
+    "r-drop": Terms(r_drop=2.0),
+    "all": Terms(0.01, 2.0, (0.5,)),
+}
+
+
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
+def test_terms_are_their_formulas(terms, chunk):
+    """Against a loop over positions in float64; of two passes with other dropout, those that were run."""
+    model, passes = build(dropout=0.3 if terms.r_drop else 0.0).double().train(), []
+    batch = replace(language_batch(model), documents=torch.tensor([[0] * 5 + [1] * 4] * 4))
+    model.register_forward_hook(lambda module, given, out: passes.append(out.hidden))
+    loss, count = batch_loss(model, batch, 0.1, chunk, terms=terms)
+    wanted, scored = 0.0, 0
+    logits = [model.head(hidden, None).log_softmax(-1) for hidden in passes]
+    sums = [model.head(hidden, None).exp().sum(-1).log() for hidden in passes]
+    for row, place in (batch.targets != IGNORE).nonzero().tolist():
+        scored += 1
+        for log_p, total in zip(logits, sums):
+            here, own = log_p[row, place], 0.0
+            for ahead, weight in enumerate((1.0, *terms.future_tokens)):
+                at = place + ahead
+                if at < 9 and (place < 5) == (at < 5) and batch.targets[row, at] != IGNORE:
+                    own -= weight * (0.9 * here[batch.targets[row, at]] + 0.1 * here.mean())
+            wanted += (own + terms.z_loss * total[row, place] ** 2) / len(logits)
+        if terms.r_drop:
+            p, q = (log_p[row, place] for log_p in logits)
+            wanted += terms.r_drop / 4 * ((p.exp() * (p - q)).sum() + (q.exp() * (q - p)).sum())
+    assert (count, len(passes)) == (scored, 1 + bool(terms.r_drop))
+    assert_same_of_one_graph(model, loss, wanted)
+
+
+def assert_same_of_one_graph(model: ch.Transformer, loss: Tensor, wanted: Tensor) -> None:
+    """Two losses of the same passes, and their gradients."""
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    ours, theirs = (
+        torch.autograd.grad(x, weights, retain_graph=True, allow_unused=True) for x in (loss, wanted)
+    )
+    assert worst(loss, wanted) < 1e-9 * float(wanted) and float(wanted) > 1
+    assert all(worst(a, b) < 1e-9 for a, b in zip(ours, theirs) if b is not None)
+    assert [a is None for a in ours] == [b is None for b in theirs]
+
+
+def test_r_drop_of_classes_is_its_formula():
+    model, outs = build(family="encoder", n_classes=3, dropout=0.3).double().train(), []
+    model.register_forward_hook(lambda module, given, out: outs.append(out.logits.log_softmax(-1)))
+    batch = Batch(some_ids(4, 6), torch.tensor([0, 2, 1, 1]))
+    loss, _ = TASKS["classify"].batch_loss(model, batch, terms=Terms(r_drop=1.5))
+    p, q = outs
+    wanted = sum(
+        -(p[row, label] + q[row, label]) / 2
+        + 1.5 / 4 * sum((p[row, c].exp() - q[row, c].exp()) * (p[row, c] - q[row, c]) for c in range(3))
+        for row, label in enumerate((0, 2, 1, 1))
+    )
+    assert_same_of_one_graph(model, loss, wanted)
 
 
 def test_pieces_with_checkpointed_activations_frozen_parts_and_scaled_losses(monkeypatch):

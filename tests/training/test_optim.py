@@ -18,6 +18,8 @@ import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.learn.recipe import TrainPlan
 from clearhead.learn.training.optim import (
+    COEFFICIENTS,
+    batches_of,
     freeze,
     lr_at,
     make_optimizer,
@@ -250,6 +252,46 @@ def test_orthogonal_matrices_have_singular_values_near_one():
         values = torch.linalg.svdvals(orthogonal(torch.randn(shape) * 1e-6))
         assert values.min() > 0.3 and values.max() < 1.3
     assert torch.equal(orthogonal(torch.zeros(3, 4)), torch.zeros(3, 4))  # an expert without tokens
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
+def test_polar_express_ends_closer_to_an_orthogonal_matrix(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-6
+    spread = [(torch.linalg.svdvals(orthogonal(matrix, way)) - 1).abs().mean() for way in COEFFICIENTS]
+    assert 1.8 * spread[1] < spread[0]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "normuon"])
+def test_normuon_and_cautious_decay_are_their_formulas(optimizer):
+    """Three steps of one matrix, written out in float64, row by row."""
+    plan = TrainPlan(optimizer=optimizer, weight_decay=0.5, cautious_decay=True)
+    model = ch.Transformer(config(n_layers=1))
+    weight = model.decoder.blocks[0].feedforward.up.weight
+    made, wanted = make_optimizer(model, plan, CPU), weight.detach().double()
+    momentum, rows = torch.zeros_like(wanted), torch.zeros(len(wanted), dtype=torch.float64)
+    for step in range(3):
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(step))
+        gradient = weight.grad.double()
+        set_lr(made, 0.02)
+        made.step()
+        momentum = 0.95 * momentum + 0.05 * gradient
+        update = orthogonal((0.05 * gradient + 0.95 * momentum).float()).double()
+        if optimizer == "normuon":
+            rows = 0.95 * rows + 0.05 * (update**2).mean(1)
+            update = torch.stack([row / total.sqrt() for row, total in zip(update, rows)])
+            update *= 0.2 * math.sqrt(update.numel()) / update.norm()
+        else:
+            update *= 0.2 * math.sqrt(max(update.shape))
+        kept = torch.where(update.sign() == wanted.sign(), 1 - 0.02 * 0.5, 1.0)
+        wanted = wanted * kept - 0.02 * update
+        assert worst(weight, wanted) < 1e-6
+
+
+def test_batches_of_a_schedule_follow_each_other():
+    plan = TrainPlan(accumulate_schedule=(1, 2, 4))
+    found = [batches_of(plan, step, 10) for step in range(1, 11)]
+    assert [len(each) for each in found] == [1, 1, 1, 1, 2, 2, 2, 4, 4, 4]
+    assert [number for each in found for number in each] == list(range(22))
 
 
 STEPS, WARMUP, LR = 200, 17, 3e-4

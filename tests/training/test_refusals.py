@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,9 +17,12 @@ from clearhead.errors import ClearheadError, ConfigError, InputError
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.evaluation.evaluate import data_plan
 from clearhead.learn.losses import batch_loss
-from clearhead.learn.recipe import Recipe, read_recipe
+from clearhead.learn.parallel.world import ALONE
+from clearhead.learn.recipe import Recipe, TrainPlan, read_recipe
 from clearhead.learn.tasks.table import TASKS
 from clearhead.learn.training.build import base_of, build
+from clearhead.learn.training.loop import TrainingRun
+from clearhead.learn.training.prepare import mistakes_of
 from clearhead.run.api import Model
 from tests.harness import PATCHES, some_ids, split
 from tests.harness import build as micro
@@ -41,6 +46,9 @@ WRONG = {
     "train.lora_alpha=-1": "lora_alpha -1 must be above 0",
     "train.lora=-1": "lora -1 must be 0 or more",
     "train.clip=-1": "clip -1 must be 0 or more",
+    "train.z_loss=-1": "z_loss -1 must be 0 or more",
+    "train.window_schedule=0,4": "window_schedule 0, 4: each must be 1 or more",
+    "train.cautious_decay=true": "muon_coefficients and cautious_decay are of muon, and optimizer is adamw",
     "data.span_length=0": "span_length 0 must be 1 or more",
     "data.span_length=-2": "span_length -2 must be 1 or more",
     "data.stride=-2": "stride -2 must be 0 or more",
@@ -190,6 +198,36 @@ def test_a_metric_fits_its_task(task):
         line = f"train.metric {metric} is not measured for task {task}: choose loss"
         with pytest.raises(ConfigError, match=line):
             TASKS[task].check_metric(metric)
+
+
+TERMS = [
+    ("classify", {}, {"z_loss": 0.1}, "z_loss is for tasks that predict tokens"),
+    ("mlm", {"family": "encoder"}, {"future_tokens": (0.5,)}, "future_tokens looks ahead"),
+    ("lm", {}, {"r_drop": 1.0}, "r_drop compares two passes .* set model.dropout"),
+    ("embed", {"dropout": 0.1}, {"r_drop": 1.0}, "r_drop is for tasks that predict tokens or classes"),
+    ("grpo", {}, {"accumulate_schedule": (1, 2)}, "accumulate_schedule is not for grpo"),
+    ("lm", {"attention": "window(3)"}, {"window_schedule": (2,)}, "window_schedule is for decoders"),
+    ("lm", {"dropout": 0.1}, {"r_drop": 1.0, "future_tokens": (0.5,), "window_schedule": (2,)}, ""),
+]
+
+
+@pytest.mark.parametrize(("task", "config", "terms", "line"), TERMS)
+def test_terms_and_schedules_fit_their_task(task, config, terms, line):
+    wrong = list(mistakes_of(TrainPlan(**terms), TASKS[task], Model(micro(**config), None), ALONE))
+    assert re.search(line, wrong[0]) if line else wrong == []
+
+
+def test_windows_of_a_schedule_are_those_of_a_config_and_the_last_part_sees_all():
+    model, ids = micro(n_layers=2), some_ids(2, 9)
+    windowed = micro(n_layers=2, window=3)
+    windowed.load_state_dict(model.state_dict())
+    whole, plan = model(ids).logits, TrainPlan(window_schedule=(3,))
+    for done, wanted in ((0, windowed(ids).logits), (4, windowed(ids).logits), (5, whole), (9, whole)):
+        run = SimpleNamespace(plan=plan, steps=10, state=SimpleNamespace(step=done), model=model)
+        with TrainingRun.windowed(run):
+            assert torch.equal(model(ids).logits, wanted)
+        assert torch.equal(model(ids).logits, whole)
+    assert not torch.equal(whole, windowed(ids).logits)
 
 
 # Bases ------------------------------------------------------------------------------------------------------

@@ -92,7 +92,8 @@ def resumed(
         "",
         "train.ema=0.9 train.accumulate=3",
         "train.optimizer=adafactor data.packing=isolated",
-        "train.optimizer=muon train.average=2",
+        "train.optimizer=normuon train.cautious_decay=true train.average=2 train.accumulate_schedule=1,2 "
+        "train.window_schedule=4 train.future_tokens=0.5 train.z_loss=1e-3",
     ],
 )
 def test_a_stopped_run_goes_on_as_if_it_never_had_been(text, tmp_path, settings, monkeypatch):

@@ -154,7 +154,9 @@ class Attention(nn.Module):
         whole, normed = spec.qk_norm == "full", spec.qk_norm != "none"
         q_width, k_width = (self.q.out_features, self.k.out_features) if whole else (self.d_head, self.d_head)
         self.sink = nn.Parameter(torch.zeros(self.n_heads)) if spec.attention_sink else None
-        self.gate = nn.Linear(spec.d_model, width, bias=spec.qkv_bias) if spec.attention_gate else None
+        gate = (spec.head_gate, self.n_heads) if spec.head_gate else (spec.d_model, width)
+        gated = spec.attention_gate or spec.head_gate
+        self.gate = nn.Linear(*gate, bias=spec.qkv_bias) if gated else None
         self.q_norm = norms.make_norm(spec.norm, q_width) if normed else None
         self.k_norm = norms.make_norm(spec.norm, k_width) if normed else None
 
@@ -188,7 +190,8 @@ class Attention(nn.Module):
         """Gate what the heads found, where there is a gate, and join it: [B, H, T, E] -> [B, T, D]."""
         B, T, _ = x.shape
         if self.gate is not None:
-            gate = tap.step("gate", self.gate(x)).view(B, T, self.n_heads, -1).transpose(1, 2)
+            read = x[..., : self.gate.in_features]
+            gate = tap.step("gate", self.gate(read)).view(B, T, self.n_heads, -1).transpose(1, 2)
             z = tap.step("mixed", z) * gate.sigmoid()
         z = tap("z", z).transpose(1, 2).reshape(B, T, self.n_heads * self.d_value)  # B T H·E
         return tap("out", self.out(tap.step("concat", z)))
@@ -225,7 +228,8 @@ class Attention(nn.Module):
     def head_axes(self) -> dict[str, tuple[int, bool, int]]:
         """Return, for each weight: the axis split by heads, whether by key/value heads, rows per head."""
         E, Ev = self.d_head, self.d_value
-        inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev), "gate": (0, False, Ev)}
+        each = Ev if self.gate is None else self.gate.out_features // self.n_heads
+        inputs = {"q": (0, False, E), "k": (0, True, E), "v": (0, True, Ev), "gate": (0, False, each)}
         axes = {f"{name}.{kind}": inputs[name] for name in inputs for kind in ("weight", "bias")}
         return {**axes, "out.weight": (1, False, Ev), "sink": (0, False, 1)}
 

@@ -195,7 +195,7 @@ def initialise(model: Transformer, config: ModelConfig) -> None:
 
     xavier      uniform within sqrt(6 / (in + out)); tables normal with standard deviation d_model^-1/2
     gpt2        normal with init_std, divided by sqrt(writes) in the layers that write to the residual stream
-    bert        normal with init_std
+    bert        normal with init_std; with `zero_init` the layers that write begin at 0 in all three
     """
     xavier, std = config.init == "xavier", config.init_std
     for part in model.modules():
@@ -210,9 +210,10 @@ def initialise(model: Transformer, config: ModelConfig) -> None:
             nn.init.normal_(part.weight, std=config.d_model**-0.5 if xavier else std)
         elif isinstance(token := getattr(part, "class_token", None), nn.Parameter):  # of image patches
             nn.init.normal_(token, std=std)
-    stacks = [stack for stack in model.children() if isinstance(stack, Stack) and config.init == "gpt2"]
+    written = config.init == "gpt2" or config.zero_init
+    stacks = [stack for stack in model.children() if isinstance(stack, Stack) and written]
     for stack in stacks:
         writes = stack.spec.n_layers * (3 if stack.spec.cross else 2)
         for name, part in stack.named_modules():
             if isinstance(part, nn.Linear) and name.endswith((".out", ".down")):  # of attention, feed-forward
-                nn.init.normal_(part.weight, std=std / math.sqrt(writes))
+                nn.init.normal_(part.weight, std=0.0 if config.zero_init else std / math.sqrt(writes))

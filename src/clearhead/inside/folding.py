@@ -182,10 +182,11 @@ def _fold(folding: Folding) -> None:
         return  # such a layer has no place for the shift
     scale = norm.weight.double() + float(norm.unit_offset)  # D
     for layer in readers:
-        weight = layer.weight.double()  # N D
+        weight = layer.weight.double()  # N D; of a gate of heads, as many leading columns as it reads
+        read = slice(weight.shape[1])
         if norm.bias is not None:
-            layer.bias.copy_(layer.bias.double() + weight @ norm.bias.double() * factor)
-        layer.weight.copy_(weight * scale)
+            layer.bias.copy_(layer.bias.double() + weight @ norm.bias.double()[read] * factor)
+        layer.weight.copy_(weight * scale[read])
     norm.weight.fill_(0.0 if norm.unit_offset else 1.0)
     if norm.bias is not None:
         norm.bias.zero_()

@@ -137,7 +137,7 @@ attention.z | {z} | B H T {Ev} | {z_formula} |
     Each token takes in the values of those it looks at, by their shares.
 attention.mixed | mix values | B H T {Ev} | pattern · v |
     Each token takes in the values of those it looks at, by their shares.
-attention.gate | gate | B T H·{Ev} | x · Wg{qkv_bias} |
+attention.gate | gate | {gate} | {gate_of} · Wg{qkv_bias} |
     How much of what the heads find each token will let through.
 attention.concat | concatenate | B T H·{Ev} | B H T E → B T H·E | What the heads found is laid side by side.
 attention.out | output | B T D | z · Wo{out_bias} |
@@ -407,8 +407,10 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "Tin": "Tin" if spec.input == "frames" else "T",
         "rows": "B·T·A" if ".experts." in name else "B T",
         "F": "Fs" if ".shared." in name else inner,
-        "z": "gate" if config.attention_gate else "mix values",
-        "z_formula": "mixed · sigmoid(gate)" if config.attention_gate else "pattern · v",
+        "z": "gate" if config.attention_gate or config.head_gate else "mix values",
+        "z_formula": "mixed · sigmoid(gate)" if config.attention_gate or config.head_gate else "pattern · v",
+        "gate": "B T H" if config.head_gate else "B T H·Ev" if spec.d_value != spec.d_head else "B T H·E",
+        "gate_of": f"x[:{config.head_gate}]" if config.head_gate else "x",
         "q_normed": "B T H·E" if spec.qk_norm == "full" else "B H T E",
         "k_normed": "B S K·E" if spec.qk_norm == "full" else "B K S E",
         "bias": BIAS_FORMULAS.get(spec.positions, "a function of the distance"),

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,20 @@ from clearhead.variants.costs import chunk_rows
 Answered = tuple[list[list[Any]], list[list[Any]]]  # of each row: the model's answers, and the right ones
 RowLoss = Callable[[nn.Module, Tensor, Tensor, float], Tensor]
 
+
+@dataclass(frozen=True)
+class Terms:
+    """What the recipe adds to the cross-entropy of a batch in training; see `TrainPlan`."""
+
+    z_loss: float = 0.0
+    r_drop: float = 0.0
+    future_tokens: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.z_loss or self.r_drop or self.future_tokens)
+
+
+NO_TERMS = Terms()
 CPU_LOGITS = 2**24  # computed at once, at most; on a GPU more, see `default_chunk`
 LARGE_VOCABULARY = 2**13  # from this size on our own kernel is faster than the compiler's
 
@@ -94,6 +109,7 @@ def batch_loss(
     balance: float = routing.BALANCE,
     own_loss: Callable[[transformer.Transformer, Batch], Tensor] | None = None,
     total: Callable[[Tensor], Tensor] = lambda value: value,
+    terms: Terms = NO_TERMS,
 ) -> tuple[Tensor, int]:
     """Return the loss summed over the targets of `batch`, and the number of targets.
 
@@ -102,7 +118,7 @@ def batch_loss(
     vocabulary). `balance` is the weight of the losses of routers, in training: that which spreads tokens
     evenly over experts, and that which teaches scores which tokens go through a layer. `own_loss` is the
     task's own (None: the cross-entropy of the head); `total` sums a value over the processes that share the
-    rows of a batch.
+    rows of a batch. `terms` are for lm and mlm; a task's own loss has its own.
     """
     config, arguments = model.config, arguments_for(model, batch)
     if own_loss is None and isinstance(model.head, heads.LanguageHead):
@@ -111,7 +127,13 @@ def batch_loss(
         wanted, compiled = model.main.own(batch.targets, IGNORE), _is_compiled(model)
         some = batch.n_targets < batch.targets.numel() or wanted is not batch.targets
         count = batch.n_scored if wanted is batch.targets else None
-        loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled, count)
+        row = None
+        if terms:
+            row = functools.partial(termed_row_loss, terms)
+            if terms.r_drop:
+                hidden = torch.cat([hidden, model(**arguments, logits="none").hidden], -1)  # B T 2·D
+            wanted = later_targets(wanted, batch.documents, len(terms.future_tokens))
+        loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled, count, row)
     else:
         if own_loss is None:
             loss = head_loss(config.head, model(**arguments).required_logits, batch, smoothing)
@@ -185,20 +207,24 @@ def vocabulary_loss(
     some: bool = True,
     compiled: bool = False,
     count: int | None = None,
+    row: RowLoss | None = None,
 ) -> Tensor:
     """Return the cross-entropy of hidden states [B, T, D] with targets [B, T], in chunks -> [].
 
     `some`: not every state has a target. `count`: score so many positions, as many as have a target at least,
-    so that every shape is known without looking at the targets.
+    so that every shape is known without looking at the targets. `row`: a loss in place of the cross-entropy,
+    which may take several targets of a state, [B, T, K]: the first says whether it counts.
     """
-    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.flatten(0, 1)
+    first = targets if targets.ndim == 1 else targets[:, 0]
     if some and count is None:
-        positions = (targets != IGNORE).nonzero()[:, 0]
+        positions = (first != IGNORE).nonzero()[:, 0]
         rows, targets = rows[positions], targets[positions]  # N D, N
     elif count is not None and count < len(targets):
-        positions = torch.sort(targets == IGNORE, stable=True).indices[:count]
+        positions = torch.sort(first == IGNORE, stable=True).indices[:count]
         rows, targets = rows[positions], targets[positions]  # N D, N
-    of_rows = functools.partial(_row_loss_for(head, rows, compiled, compiled or count is not None), head)
+    row = row or _row_loss_for(head, rows, compiled, compiled or count is not None)
+    of_rows = functools.partial(row, head)
     chunks = math.ceil(rows.shape[0] / chunk) if chunk else 1
     if chunks <= 1:
         return of_rows(rows, targets, smoothing)
@@ -222,6 +248,45 @@ def _row_loss_for(head: heads.LanguageHead, rows: Tensor, compiled: bool, quick:
 def row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
     """Return the summed cross-entropy of rows [N, D] with targets [N] -> []."""
     return summed(head(rows, None), targets, smoothing)
+
+
+def later_targets(targets: Tensor, documents: Tensor | None, count: int) -> Tensor:
+    """Add the targets of the next `count` positions, of the same document: [B, T] -> [B, T, 1 + count]."""
+    if not count:
+        return targets
+    ids = torch.zeros_like(targets) if documents is None else documents
+    shifted = [targets]
+    for ahead in range(1, min(count + 1, targets.shape[1])):
+        same = ids[:, ahead:] == ids[:, :-ahead]
+        later = targets[:, ahead:].where(same, IGNORE)
+        shifted.append(nnf.pad(later, (0, ahead), value=IGNORE))
+    shifted += [torch.full_like(targets, IGNORE)] * (count + 1 - len(shifted))
+    return torch.stack(shifted, -1)
+
+
+def termed_row_loss(terms: Terms, head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+    """Return the loss of rows [N, D], or of two passes [N, 2·D], with `terms`; targets [N(, K)] -> []."""
+    passes = rows.chunk(2, -1) if terms.r_drop else (rows,)
+    targets = targets if targets.ndim == 2 else targets[:, None]
+    counted, logits = targets[:, 0] != IGNORE, [dtypes.wide(head(each, None)) for each in passes]
+    loss = logits[0].new_zeros(())
+    for scores in logits:
+        for weight, wanted in zip((1.0, *terms.future_tokens), targets.unbind(1)):
+            loss = loss + weight * summed(scores, wanted, smoothing)
+        if terms.z_loss:
+            loss = loss + terms.z_loss * (scores.logsumexp(-1).square() * counted).sum()
+    loss = loss / len(logits)
+    return loss + terms.r_drop * divergence(logits[0], logits[1], counted) if terms.r_drop else loss
+
+
+def divergence(a: Tensor, b: Tensor, counted: Tensor) -> Tensor:
+    """Return a quarter of both divergences of two logits [N, C], summed over the rows that count -> [].
+
+    R-Drop (Liang et al., 2021) adds half of them to the sum of two cross-entropies; ours is their mean.
+    """
+    a, b = (dtypes.wide(x).log_softmax(-1) for x in (a, b))
+    both = ((a.exp() - b.exp()) * (a - b)).sum(-1)  # KL(a, b) + KL(b, a)
+    return (both * counted).sum() / 4
 
 
 def quick_row_loss(head: nn.Module, rows: Tensor, targets: Tensor, smoothing: float) -> Tensor:

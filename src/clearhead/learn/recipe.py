@@ -55,7 +55,8 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         "must be 1 or more",
     ),
     (
-        "pretrain weight_decay clip warmup loss_chunk lora average samples temperature clip_high kl",
+        "pretrain weight_decay clip warmup loss_chunk lora average samples temperature clip_high kl "
+        "z_loss r_drop",
         lambda value: value >= 0,
         "must be 0 or more",
     ),
@@ -87,7 +88,11 @@ class TrainPlan:
     seed: int = 0  # of weights, batches and dropout
 
     # Optimizer
-    optimizer: Literal["adamw", "adafactor", "muon"] = "adamw"  # adafactor: less memory; muon: for matrices
+    # adafactor: less memory; muon: for matrices; normuon: the same, with each row of an update at one scale
+    optimizer: Literal["adamw", "adafactor", "muon", "normuon"] = "adamw"
+    # muon: of its five rounds; Polar Express ends closer to an orthogonal matrix
+    muon_coefficients: Literal["jordan", "polar-express"] = "jordan"
+    cautious_decay: bool = False  # muon: decay only weights that the update shrinks too
     lr: float = 1e-3  # the peak learning rate; `original`: a factor on its own rate
     betas: tuple[float, float] = (0.9, 0.95)  # decay of the running means of the gradient and of its square
     eps: float = 1e-8  # added to the root of the latter, which divides the update
@@ -100,9 +105,16 @@ class TrainPlan:
     warmup: int | None = None  # steps; None: a twentieth of them, 4,000 for `original`
     decay: float = 0.2  # wsd: the share of the steps at the end in which the rate falls
     floor: float = 0.1  # the rate at the end, as a share of `lr`
+    accumulate_schedule: tuple[int, ...] = ()  # `accumulate` in equal parts of the run, such as 1, 2, 4
+    # windows of full attention in equal parts of the run, such as 64, 128; the last part sees all
+    window_schedule: tuple[int, ...] = ()
 
     # Loss
     label_smoothing: float = 0.0  # the share of each target that is spread over all classes
+    z_loss: float = 0.0  # weight of the squared logarithm of the softmax's denominator; 1e-4 is usual
+    r_drop: float = 0.0  # weight of the divergence of two passes with other dropout; 1 to 5 is usual
+    # weights of the tokens after the next as further targets (multi-token prediction), such as 0.5, 0.25
+    future_tokens: tuple[float, ...] = ()
     class_weights: Literal["balanced"] | None = None  # rare classes weigh more; None: all alike
     loss_chunk: int | None = None  # rows of logits at a time; None: by the vocabulary
     preference: str = "sigmoid"  # prefer: the loss of pairs, DPO's sigmoid or a variant: ipo, hinge, ...
@@ -146,6 +158,26 @@ class TrainPlan:
         refuse(
             not all(0 <= beta < 1 for beta in self.betas),
             f"betas {self.betas[0]}, {self.betas[1]} must each lie in [0, 1)",
+            ConfigError,
+        )
+        for name in ("accumulate_schedule", "window_schedule", "future_tokens"):
+            least, values = 0 if name == "future_tokens" else 1, getattr(self, name)
+            refuse(
+                any(value < least for value in values),
+                f"{name} {', '.join(map(str, values))}: each must be {least} or more",
+                ConfigError,
+            )
+        refuse(
+            bool(self.accumulate_schedule) and self.accumulate != 1,
+            f"accumulate {self.accumulate} and accumulate_schedule both say how many batches make a step: "
+            "set one of them",
+            ConfigError,
+        )
+        muon = self.optimizer in ("muon", "normuon")
+        refuse(
+            not muon and (self.cautious_decay or self.muon_coefficients != "jordan"),
+            f"muon_coefficients and cautious_decay are of muon, and optimizer is {self.optimizer}: "
+            "set train.optimizer=muon or normuon",
             ConfigError,
         )
         refuse(

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import get_args, get_type_hints
 
+from clearhead.core.attention import Attention, attention_class
 from clearhead.core.config.fields import BIASES, MOST_LAYERS, MOST_WIDE, TABLES, Fields, StackSpec
 from clearhead.core.config.kinds import KINDS, Full, Kind, Mistakes, Windowed
 from clearhead.core.config.registry import Registry
@@ -23,7 +24,7 @@ COUNTS = (
 )
 FROM_ZERO = (
     *("vocab_size", "n_types", "n_experts", "d_shared_expert"),
-    *("n_classes", "d_input", "position_offset"),
+    *("n_classes", "d_input", "position_offset", "head_gate"),
 )
 ABOVE_ZERO = (
     "rope_base",
@@ -80,6 +81,11 @@ def _given_mistakes(config: Fields) -> Iterator[str]:
         yield f"init_std {config.init_std} must be 0 or more: 0.02 is usual"
     if config.attention_scale == 0:
         yield "attention_scale 0 makes every score 0: leave it out"
+    if config.head_gate and (config.attention_gate or config.head_gate > config.d_model):
+        yield (
+            f"head_gate {config.head_gate} reads so many of the {config.d_model} columns of a token, in "
+            "place of attention_gate: choose fewer, or leave attention_gate out"
+        )
     if config.norm_eps <= 0:
         yield f"norm_eps {config.norm_eps} must be above 0: 1e-5 is usual"
     for name in GATED:
@@ -171,6 +177,8 @@ def _kind_mistakes(config: Fields, stack: StackSpec, layer: int, kind: Kind, fir
         yield f"{name} has no scores for attention_softcap: leave one out"
     if not kind.masked and config.attention_sink:
         yield f"{name} has no softmax for attention_sink: leave one out"
+    if stack.head_gate and not issubclass(attention_class(stack, layer), Attention) and kind.name != "none":
+        yield f"{name} takes no head_gate: leave it out, or choose another kind of attention"
     yield from kind.mistakes(config, stack, layer)
 
 

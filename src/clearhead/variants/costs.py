@@ -27,7 +27,7 @@ from clearhead.variants.steps import Pass, Step, model_steps
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one value
 # Bytes of a parameter in training, as float32: value, gradient, and two moments or hardly anything. Muon has
 # one moment for matrices and two for the rest: two are counted.
-LEARNING = {"adamw": 16, "adafactor": 8, "muon": 16}
+LEARNING = {"adamw": 16, "adafactor": 8, "muon": 16, "normuon": 16}
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,8 @@ def attention_steps(
     changed = spec.positions == "rope" if spec.qk_norm == "none" else run.half
     pinned = B * T * (H + K) * E * run.size if own and changed and fused and sees.shares else 0
     # Partly rotated queries are concatenated. The answer takes on their layout and, ungated, is copied again.
-    partly = fused and own and spec.positions == "rope" and spec.d_rotary < E and not spec.attention_gate
+    gated = spec.attention_gate or spec.head_gate
+    partly = fused and own and spec.positions == "rope" and spec.d_rotary < E and not gated
     copies = 1 + partly
     kept, answer = attend_bytes(spec, run, own, H, T, S, sees, fused), B * T * H * Ev * run.size
     queries, keys = H // K * T, S
@@ -269,9 +270,10 @@ def attention_steps(
     yield Step(f"{name}.z", kind, m=queries, n=Ev, k=keys, count=B * K, kept=copies * answer + pinned)
     if spec.attention_sink:
         yield Step(f"{name}.sink", kind, H)
-    if spec.attention_gate:  # its sigmoid, the answer before it, and in half precision its own input
-        kept = 2 * answer + (B * T * D * run.size if run.half else 0)
-        yield linear_step(f"{name}.gate", kind, B * T, D, H * Ev, spec.qkv_bias, kept=kept)
+    if gated:  # its sigmoid, the answer before it, and in half precision its own input
+        wide, read = (H, spec.head_gate) if spec.head_gate else (H * Ev, D)
+        kept = answer + B * T * wide * run.size + (B * T * read * run.size if run.half else 0)
+        yield linear_step(f"{name}.gate", kind, B * T, read, wide, spec.qkv_bias, kept=kept)
     yield linear_step(f"{name}.out", kind, B * T, H * Ev, D, spec.attention_out_bias)
 
 

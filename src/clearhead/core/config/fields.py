@@ -114,6 +114,7 @@ class StackFields:
     # what the heads found, times a sigmoid of a projection; gated-delta layers have a gate of their own
     attention_gate: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
+    head_gate: int = 0  # a gate of one number for each head, made of so many leading columns; 0: none
 
     # Feed-forward
     activation: ActivationName = "gelu"  # between the two linear layers
@@ -235,6 +236,7 @@ class Fields(StackFields):
     # Initialisation
     init: Initialisation = "gpt2"  # the distribution of fresh weights
     init_std: float = 0.02  # spread of fresh weights; xavier has its own
+    zero_init: bool = False  # weights that write to the residual stream begin at 0
 
     def __new__(cls, *values: object, **named: object) -> Self:
         """Refuse an unknown name, with the nearest one, before Python does without it."""

@@ -117,9 +117,8 @@ SUM, BENT = 1e-3, 0.1  # what so few points may be off, relative to the differen
 def edge_rows(inputs: Inputs) -> list[Comparison]:
     """Return the rows about edges between parts."""
     config = inputs.model.config
-    row = partial(
-        inputs.compare, fits=config.depth_capacity == 1 and not (config.attention_gate and config.main.cross)
-    )
+    gated = config.main.cross and bool(config.attention_gate or config.head_gate)
+    row = partial(inputs.compare, fits=config.depth_capacity == 1 and not gated)
     small = sum(weight.numel() for weight in inputs.model.parameters()) < SLOW
     exact = TOLERANCE[inputs.dtype] <= TOLERANCE[torch.float32]  # the way is short: half precision hides it
     return [
@@ -140,7 +139,8 @@ def edge_rows(inputs: Inputs) -> list[Comparison]:
             and not config.n_experts
             and config.head != "none"
             and small
-            and exact,
+            and exact
+            and not gated,
         ),
     ]
 

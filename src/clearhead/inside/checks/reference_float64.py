@@ -454,6 +454,9 @@ class Reference(ReferenceInputs):
                     * (keys_sum - torch.logaddexp(keys_sum, self.weight(f"{name}.sink")[number])).exp()
                 )
             z.append(weights @ one_v)
+        if config.head_gate:
+            opened = 1 / (1 + (-self.linear(f"{name}.gate", x[:, : config.head_gate])).exp())  # T H
+            z = [each * opened[:, number, None] for number, each in enumerate(z)]
         return torch.cat(z, dim=-1)
 
     def seen(self, queries: ReferenceRow, keys: ReferenceRow, causal: bool, kind: Kind) -> Tensor:

@@ -28,7 +28,7 @@ from clearhead.errors import ConfigError, InputError, refuse
 from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.hub.tokens.training import READER, SpecialTokens
 from clearhead.learn import losses
-from clearhead.learn.batches.batch import Batch, Batches
+from clearhead.learn.batches.batch import IGNORE, Batch, Batches
 from clearhead.learn.batches.encoding import Columns, Encoded, Encoder, Setting, open_or_encode
 from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.examples import Corpus, Images, RowType
@@ -315,14 +315,24 @@ class Task:
         chunk: int | None = None,
         balance: float = BALANCE,
         total: Callable[[Tensor], Tensor] = lambda value: value,
+        terms: losses.Terms = losses.NO_TERMS,
     ) -> tuple[Tensor, int]:
         """Return the loss summed over the targets of a batch, and their number; see `losses.batch_loss`."""
 
         def own(model: Transformer, batch: Batch) -> Tensor:
-            return self.loss(self.outputs_of(model, batch, chunk), batch, smoothing)
+            first = self.outputs_of(model, batch, chunk)
+            loss = self.loss(first, batch, smoothing)
+            if not terms.r_drop:
+                return loss
+            second = self.outputs_of(model, batch, chunk)
+            loss = (loss + self.loss(second, batch, smoothing)) / 2
+            flat, other = (outputs.reshape(-1, outputs.shape[-1]) for outputs in (first, second))
+            shares = batch.targets.is_floating_point()  # of classes: every row has some
+            counted = flat.new_ones(len(flat)) if shares else batch.targets.reshape(-1) != IGNORE
+            return loss + terms.r_drop * losses.divergence(flat, other, counted)
 
         own_loss = None if self.reads == "vocabulary" else own
-        return losses.batch_loss(model, batch, smoothing, chunk, balance, own_loss, total)
+        return losses.batch_loss(model, batch, smoothing, chunk, balance, own_loss, total, terms)
 
     def take_figures(self) -> dict[str, float]:
         """Return what the task measured since the last call, such as the reward of its samples."""

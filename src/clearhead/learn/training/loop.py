@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clearhead.core.config.kinds import FULL, Windowed
 from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import TrainingError
 from clearhead.learn.batches.batch import Batch, Batches
 from clearhead.learn.evaluation.evaluate import WRITTEN, validate, written_scores
-from clearhead.learn.losses import arguments_for
+from clearhead.learn.losses import Terms, arguments_for
 from clearhead.learn.parallel import pipeline, shards
 from clearhead.learn.parallel.pipeline import StageTransformer
 from clearhead.learn.parallel.shards import local
@@ -302,6 +303,10 @@ class TrainingRun:
     fit: Callable[[Batch], Batch] = lambda batch: batch  # to one of the sizes of captured steps
     stepping: type[PlainStep] = PlainStep  # how steps are taken
 
+    def __post_init__(self) -> None:
+        plan = self.plan
+        self.terms = Terms(plan.z_loss, plan.r_drop, plan.future_tokens)
+
     @property
     def model(self) -> Transformer:
         """The model in training."""
@@ -328,8 +333,7 @@ class TrainingRun:
 
     def batches(self, step: int) -> pipeline.MicroBatches:
         """Return the batches of a step, of which this process has some of the rows; the first step is 1."""
-        size = self.plan.accumulate
-        whole = [self.fit(self.train.at(index)) for index in range((step - 1) * size, step * size)]
+        whole = [self.fit(self.train.at(index)) for index in optim.batches_of(self.plan, step, self.steps)]
         return pipeline.micro_batches(whole, self.world, self.precision.device)
 
     def seed(self, step: int) -> None:
@@ -348,7 +352,7 @@ class TrainingRun:
         """
         plan = self.plan
         counted = bool(batch.n_rows)  # False: a row stands in for none
-        with self.precision.autocast(), self.attention():
+        with self.precision.autocast(), self.attention(), self.windowed():
             if not self.world.last:
                 passed: Output = self.runner(**arguments_for(self.model, batch), logits="none")
                 return passed.required_logits
@@ -359,8 +363,25 @@ class TrainingRun:
                 plan.loss_chunk,
                 0.0 if isinstance(self.model, StageTransformer) else BALANCE,
                 total=lambda value: self.world.sum(value * counted),
+                terms=self.terms,
             )
         return loss * counted
+
+    @contextmanager
+    def windowed(self) -> Iterator[None]:
+        """Let layers that see all earlier tokens see as few as the schedule of the next step says."""
+        windows = self.plan.window_schedule
+        part = optim.part_of(len(windows) + 1, self.state.step + 1, self.steps)
+        if part == len(windows):
+            yield
+            return
+        stack, spec, kept = self.model.main, self.model.main.spec, Windowed(windows[part])
+        kinds = tuple(kept if kind == FULL else kind for kind in spec.kinds)
+        stack.spec = replace(spec, kinds=kinds)
+        try:
+            yield
+        finally:
+            stack.spec = spec
 
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients of a loss []; what is computed again for it takes the same kernels."""

@@ -23,7 +23,20 @@ ORIGINAL_WARMUP = 4000
 # smaller ones. Its square must be a float32 number, so that a gradient of 0 gives an update of 0.
 ADAFACTOR_EPS = (1e-16, 1e-3)
 MOMENTUM = 0.95
-ROUNDS, COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)  # singular values end between about 0.7 and 1.2
+# Of each round, by name: singular values end between about 0.7 and 1.2, or nearer to 1 (Amsel et al., 2025,
+# as cushioned for bfloat16 in the public speedrun).
+COEFFICIENTS = {
+    "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
+    "polar-express": (
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+}
+CUSHION = {"jordan": 1.0, "polar-express": 1.02}  # what the norm is multiplied by: its rounds diverge above 1
+ROW_DECAY = 0.95  # of NorMuon's running mean square of each row
 LIKE_ADAMW = 0.2  # the root mean square of a usual update of AdamW
 
 
@@ -56,7 +69,7 @@ def parameter_groups(model: nn.Module, plan: TrainPlan) -> list[dict[str, Any]]:
         decay = plan.weight_decay if parameter.ndim >= 2 and id(parameter) not in tables else 0.0
         scale = plan.layer_decay ** _below_head(model, name)
         inner = BLOCK.match(name) is not None and parameter.ndim == 2 and id(parameter) not in tables
-        orthogonal = plan.optimizer == "muon" and inner and min(parameter.shape) > 1
+        orthogonal = plan.optimizer in ("muon", "normuon") and inner and min(parameter.shape) > 1
         new = {"params": [], "weight_decay": decay, "scale": scale, "orthogonal": orthogonal}
         mesh = getattr(parameter, "device_mesh", None)  # one update takes parameters of one mesh
         groups.setdefault((decay, scale, mesh, orthogonal), new)["params"].append(parameter)
@@ -93,9 +106,8 @@ def make_optimizer(model: nn.Module, plan: TrainPlan, device: torch.device) -> O
             ConfigError,
         )
         return torch.optim.Adafactor(groups, lr=plan.lr, eps=ADAFACTOR_EPS)
-    if plan.optimizer == "muon":
-        dtype = torch.bfloat16 if plan.precision in ("bfloat16", "float8") else torch.float32
-        return Muon(groups, device, dtype, lr=plan.lr, betas=plan.betas, eps=plan.eps)
+    if plan.optimizer in ("muon", "normuon"):
+        return Muon(groups, device, plan, lr=plan.lr, betas=plan.betas, eps=plan.eps)
     return torch.optim.AdamW(groups, lr=plan.lr, betas=plan.betas, eps=plan.eps, fused=device.type in FUSED)
 
 
@@ -195,6 +207,23 @@ def lr_at(plan: TrainPlan, step: int, steps: int, d_model: int) -> float:
     return plan.lr * (plan.floor + (1 - plan.floor) * heights[plan.schedule])
 
 
+def part_of(parts: int, step: int, steps: int) -> int:
+    """Return in which of so many equal parts of a run a step lies; the first of each is 0 and 1."""
+    return min((step - 1) * parts // max(steps, 1), parts - 1)
+
+
+def batches_of(plan: TrainPlan, step: int, steps: int) -> range:
+    """Return the numbers of the batches of a step; the first are 0 and 1."""
+    sizes = plan.accumulate_schedule
+    if not sizes:
+        return range((step - 1) * plan.accumulate, step * plan.accumulate)
+    part = part_of(len(sizes), step, steps)
+    ends = [-(-number * steps // len(sizes)) for number in range(part + 1)]  # steps before each part
+    before = sum(size * (end - begin) for size, begin, end in zip(sizes, ends, ends[1:]))
+    begin = before + sizes[part] * (step - 1 - ends[part])
+    return range(begin, begin + sizes[part])
+
+
 # Muon -------------------------------------------------------------------------------------------------------
 
 
@@ -202,13 +231,17 @@ class Muon(torch.optim.AdamW):
     """Muon for groups that are `orthogonal`, AdamW for the others.
 
     A matrix of which this process holds a part is gathered, and each of its processes orthogonalises it.
+    NorMuon (Li et al., 2025) divides each row of that, which makes one neuron, by its running size.
     """
 
     def __init__(
-        self, groups: list[dict[str, Any]], device: torch.device, dtype: torch.dtype, **settings: Any
+        self, groups: list[dict[str, Any]], device: torch.device, plan: TrainPlan, **settings: Any
     ) -> None:
         super().__init__(groups, **settings)
-        self.device, self.dtype = device, dtype  # of the matmuls; weights may be in main memory
+        narrow = plan.precision in ("bfloat16", "float8")
+        self.device, self.dtype = device, torch.bfloat16 if narrow else torch.float32  # of the matmuls
+        self.coefficients, self.cautious = plan.muon_coefficients, plan.cautious_decay
+        self.by_row = plan.optimizer == "normuon"
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step; gradients of matrices are used up."""
@@ -227,17 +260,31 @@ class Muon(torch.optim.AdamW):
             kept["momentum"] = torch.zeros_like(gradient)
         local(kept["momentum"]).lerp_(local(gradient), 1 - MOMENTUM)
         local(gradient).lerp_(local(kept["momentum"]), MOMENTUM)  # Nesterov's
-        update = part_like(orthogonal(whole(gradient).to(self.device, self.dtype)), parameter)
+        update = orthogonal(whole(gradient).to(self.device, self.dtype), self.coefficients)
         here, size = local(parameter), LIKE_ADAMW * math.sqrt(max(parameter.shape))
-        here.mul_(1 - rate * decay).add_(update.to(here.device), alpha=-rate * size)
+        if self.by_row:
+            update = self._rows_alike(update.float(), kept, here.device)
+            size = LIKE_ADAMW * math.sqrt(parameter.numel())  # its norm is 1
+        update = part_like(update, parameter).to(here.device, here.dtype)
+        shrunk = rate * decay * (update * here > 0) if self.cautious else rate * decay
+        here.mul_(1 - shrunk).add_(update, alpha=-rate * size)
+
+    def _rows_alike(self, update: Tensor, kept: dict[str, Tensor], place: torch.device) -> Tensor:
+        """Divide each row of an update [N, D] by its running size; then all by the norm."""
+        squares = update.square().mean(1, keepdim=True)  # N 1
+        if "rows" not in kept:
+            kept["rows"] = torch.zeros_like(squares, device=place)
+        rows = kept["rows"].lerp_(squares.to(place), 1 - ROW_DECAY)
+        update = update / rows.to(update.device).sqrt().clamp(min=1e-10)
+        norm: Tensor = torch.linalg.matrix_norm(update)
+        return update / norm.clamp(min=1e-10)
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
+def orthogonal(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
     """Return a matrix [N, D] with the same singular vectors, and singular values near 1."""
-    x: Tensor = matrix / torch.linalg.matrix_norm(matrix).clamp(min=1e-7)
+    x: Tensor = matrix / (torch.linalg.matrix_norm(matrix) * CUSHION[coefficients]).clamp(min=1e-7)
     x = x.mT if matrix.shape[0] > matrix.shape[1] else x
-    a, b, c = COEFFICIENTS
-    for _ in range(ROUNDS):
+    for a, b, c in COEFFICIENTS[coefficients]:
         square = x @ x.mT
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.mT if matrix.shape[0] > matrix.shape[1] else x

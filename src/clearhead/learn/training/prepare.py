@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from clearhead.core.config.kinds import FULL
 from clearhead.core.heads import LanguageHead
 from clearhead.errors import CheckpointError, ConfigError, TrainingError, refuse
 from clearhead.hub.checkpoint import Unread
@@ -34,7 +35,7 @@ from clearhead.learn.tasks import table
 from clearhead.learn.tasks.entries.chats import PreferenceBatches
 from clearhead.learn.tasks.generation import template_for
 from clearhead.learn.tasks.table import Texts, open_examples
-from clearhead.learn.tasks.task import DECODER, ENCODER, ENCODER_DECODER, Side, Task
+from clearhead.learn.tasks.task import DECODER, ENCODER, ENCODER_DECODER, ClassTask, Side, Task
 from clearhead.learn.training import build, machine, optim, weights
 from clearhead.learn.training.captured import can_capture, capture_steps
 from clearhead.learn.training.events import Note, OnEvent
@@ -175,6 +176,8 @@ def assemble(
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)
     has_room = functools.partial(machine.fits, recipe, loaded.config, precision)
     world = world.arranged(recipe.parallel, device.type, has_room, always=plan.offload)
+    for mistake in mistakes_of(plan, task, loaded, world):
+        raise ConfigError(mistake)
     whole = world.plan.tensor * world.plan.context == 1  # a split layer has its own ways
     empty = emptied(loaded.model) if world.mesh is not None else None
     if world.mesh is None:  # what is split goes to the device in parts
@@ -264,6 +267,39 @@ def _set_threads(plan: TrainPlan, began: Mapping[str, Any], job: Job) -> int | N
             job.note(f"{wanted} threads, as the run began with; train.threads changes that")
         torch.set_num_threads(wanted)
     return torch.get_num_threads() if alone else None
+
+
+def mistakes_of(plan: TrainPlan, task: Task, loaded: Model, world: World) -> Iterator[str]:
+    """Yield what terms of the loss and schedules ask of a task, a model or a mesh that it has not."""
+    own, config, mesh = f"the loss of {task.name} is its own", loaded.config, world.plan
+    vocabulary = task.reads == "vocabulary" and not task.sampled
+    for name in ("z_loss", "future_tokens"):
+        if getattr(plan, name) and not vocabulary:
+            yield f"train.{name} is for tasks that predict tokens, and {own}: leave it out"
+    if plan.future_tokens and config.head != "lm":
+        yield f"train.future_tokens looks ahead, and {task.name} fills in on both sides: leave it out"
+    if plan.future_tokens and mesh.context > 1:
+        yield "train.future_tokens needs whole rows: leave parallel.context at 1"
+    if plan.r_drop:
+        if not (vocabulary or isinstance(task, ClassTask)):
+            yield f"train.r_drop is for tasks that predict tokens or classes, and {own}: leave it out"
+        rates = (
+            config.dropout,
+            config.attention_dropout,
+            config.embedding_dropout,
+            config.feedforward_dropout,
+        )
+        if not any((*rates, config.layer_drop)):
+            yield "train.r_drop compares two passes with other dropout, and there is none: set model.dropout"
+        if mesh.pipeline > 1:
+            yield "train.r_drop runs the model twice: leave parallel.pipeline at 1"
+    if plan.accumulate_schedule and task.sampled:
+        yield f"train.accumulate_schedule is not for {task.name}, which samples its batches: leave it out"
+    if plan.window_schedule:
+        if not config.main.causal or FULL not in config.main.kinds or config.main.cross:
+            yield "train.window_schedule is for decoders with layers of full attention: leave it out"
+        if mesh.pipeline * mesh.context > 1:
+            yield "train.window_schedule needs whole models: leave parallel.context and pipeline at 1"
 
 
 def _compile(run: TrainingRun, job: Job) -> bool:
@@ -394,7 +430,8 @@ def _steps(plan: TrainPlan, train: Batches) -> int:
         return plan.steps
     # The last batch of rows of one length is filled up from the next epoch.
     batches = train.uses * train.n_rows / train.rows if isinstance(train, FixedRows) else train.per_epoch
-    per_epoch = batches / plan.accumulate
+    sizes = plan.accumulate_schedule or (plan.accumulate,)
+    per_epoch = batches * len(sizes) / sum(sizes)
     if plan.epochs is not None:
         return max(1, round(plan.epochs * per_epoch))
     return min(5000, max(1000, round(10 * per_epoch)))

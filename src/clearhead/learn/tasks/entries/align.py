@@ -32,7 +32,7 @@ from clearhead.learn.data.formats import format_of
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.tables import Record, read_json, read_table
 from clearhead.learn.evaluation.metrics import METRICS
-from clearhead.learn.losses import Answered
+from clearhead.learn.losses import NO_TERMS, Answered, Terms
 from clearhead.learn.recipe import BASE, GeneratePlan, Recipe, TrainPlan
 from clearhead.learn.tasks.task import Answers, Scored, Side, Task, sampled
 from clearhead.learn.tasks.towers import image_pixels, text_inputs, towers_of
@@ -186,7 +186,10 @@ class Align(Task):
     def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> Self:
         """Take the loss of the model; refuse what two towers are not trained with."""
         super().settled(plan, loaded, corpus)
-        unsupported = ("label_smoothing", "lora", "compile", "offload", "checkpointing", "layer_decay")
+        unsupported = (
+            *("label_smoothing", "lora", "compile", "offload", "checkpointing", "layer_decay"),
+            *("z_loss", "r_drop", "future_tokens", "window_schedule"),
+        )
         usual = TrainPlan()
         for name in unsupported:
             refuse(
@@ -216,6 +219,7 @@ class Align(Task):
         chunk: int | None = None,
         balance: float = 0.0,
         total: Callable[[Tensor], Tensor] = lambda value: value,
+        terms: Terms = NO_TERMS,
     ) -> tuple[Tensor, int]:
         """See `Task.batch_loss`; two towers have no routers to balance."""
         return self.loss(self.outputs_of(model, batch), batch), batch.n_targets
