@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from clearhead.hub.registry import ARCHITECTURES, TOWERS
+from clearhead.hub.registry import ARCHITECTURES, IMAGES, TOWERS
 
 # Names that readers know, where the class in transformers is called otherwise or stands for several.
 KNOWN_AS = {
@@ -109,12 +109,15 @@ def model_table(kind: str) -> Iterator[str]:
 
 
 def towers_table() -> Iterator[str]:
-    """Yield the rows of the architectures with two towers."""
+    """Yield the rows of the architectures of images and texts."""
     yield "| model | `model_type` | commands |"
     yield "| --- | --- | --- |"
     for name in TOWERS:
         shown = {"clip": "CLIP", "siglip": "SigLIP"}[name]
         yield f"| {shown} | `{name}` | classify (zero-shot), embed, align |"
+    for name in IMAGES:
+        shown = {"llava": "LLaVA 1.5"}[name]
+        yield f"| {shown} | `{name}` | chat, generate and serve, with images |"
 
 
 def presets_table() -> Iterator[str]:

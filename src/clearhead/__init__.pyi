@@ -53,6 +53,7 @@ from clearhead.learn.parallel.planner import MeshReport as MeshReport
 from clearhead.learn.parallel.planner import plan as plan
 from clearhead.learn.recipe import Recipe as Recipe
 from clearhead.learn.recipe import read_recipe as read_recipe
+from clearhead.learn.tasks.images import ImagePrompt as ImagePrompt
 from clearhead.learn.tasks.results import Answer as Answer
 from clearhead.learn.tasks.results import Candidate as Candidate
 from clearhead.learn.tasks.results import Classification as Classification

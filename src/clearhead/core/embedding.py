@@ -60,12 +60,17 @@ class Embedding(nn.Module):
         position_vectors: Callable[[], Tensor | None],
         real: Tensor | None,
         tap: Tap = SILENT,
+        vectors: Tensor | None = None,
     ) -> Tensor:
         """Embed the inputs as [B, T, D]; `position_vectors` returns [B|1, T, width].
 
-        It is called after the front, so that a trace shows the steps in the order of the sum.
+        It is called after the front, so that a trace shows the steps in the order of the sum. `vectors`
+        [B, T, width] stand in place of what the front makes of the inputs.
         """
-        x = cast(Tensor, self.front(inputs, real, tap.part("front")))
+        if vectors is None:
+            x = cast(Tensor, self.front(inputs, real, tap.part("front")))
+        else:
+            x = tap.step("vectors", vectors)
         if self.types is not None:
             segment = self.types.weight[0].expand_as(x) if types is None else self.types(types.long())
             x = tap.step("typed", x + tap.step("types", segment))

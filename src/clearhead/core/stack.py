@@ -134,6 +134,7 @@ class Inputs(NamedTuple):
     prefix: Tensor | None = None
     bias: Tensor | None = None
     global_mask: Tensor | None = None
+    vectors: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -187,10 +188,11 @@ class Stack(nn.Module):
     ) -> Tensor:
         """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
 
-        def vectors() -> Tensor | None:
+        def places() -> Tensor | None:
             return self.positions.embed(tokens.positions, self.dtype, tap.part("positions"))
 
-        x = self.embedding(inputs.ids, inputs.types, vectors, inputs.mask, tap.part("embedding"))
+        at = tap.part("embedding")
+        x = self.embedding(inputs.ids, inputs.types, places, inputs.mask, at, inputs.vectors)
         x = tap("embedding", x)  # B T D
         if cache is not None:
             cache.begin(tokens)

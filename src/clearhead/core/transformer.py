@@ -87,6 +87,7 @@ class Transformer(nn.Module):
         prefix: Tensor | None = None,
         bias: Tensor | None = None,
         global_mask: Tensor | None = None,
+        vectors: Tensor | None = None,
         logits: Literal["all", "last", "none"] = "all",
     ) -> Output:
         """Run the model.
@@ -105,9 +106,10 @@ class Transformer(nn.Module):
             prefix: [B] how many leading tokens of each row every token may see (prefix language model).
             bias: [B|1, H|1, T, S] added to the self-attention scores of the stack that feeds the head.
             global_mask: [B, T] boolean, True = global token, for layers of attention global(...).
+            vectors: [B, T, D] in place of those that the token table has for `ids`, as where images stand.
             logits: for which positions the head is run; "none" gives None in place of logits.
         """
-        inputs = Inputs(ids, mask, positions, documents, types, prefix, bias, global_mask)
+        inputs = Inputs(ids, mask, positions, documents, types, prefix, bias, global_mask, vectors)
         tap, memory, spec = tap_for(self), None, self.main.spec
         if not torch.compiler.is_compiling():
             CHECKS["call"](spec, inputs, cache)

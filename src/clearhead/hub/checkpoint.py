@@ -80,7 +80,8 @@ def describe(folder: Path) -> Description:
         return Description(theirs, architecture.read(theirs), architecture.model_type, stored=stored)
     if (part := tower_path(folder)) is not None:
         whole, table, tower = part
-        theirs, architecture = table.section(read_json(whole / "config.json"), tower), table.tower(tower)
+        theirs = table.section(read_json(whole / "config.json"), tower)
+        architecture = architecture_of(theirs)
         return Description(theirs, architecture.read(theirs), architecture.model_type)
     if (folder / RECIPE).is_file() and not (folder / "config.json").exists():
         use = f"use {folder / 'last'}, or " if (folder / "last").is_dir() else ""

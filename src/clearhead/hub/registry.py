@@ -8,9 +8,10 @@ from typing import Any
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError
-from clearhead.hub import bert, gpt, hybrids, latent, llama, mixtures, seq2seq, vision
+from clearhead.hub import bert, gpt, hybrids, latent, llama, llava, mixtures, seq2seq, vision
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json_if_any
+from clearhead.hub.llava import ImagesTable
 from clearhead.hub.vision import SECTIONS, Tower, TowersTable
 
 # Tables of each family. `nearest_to` tries them in this order and that of their files: of several that are
@@ -24,6 +25,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 TOWERS: dict[str, TowersTable] = {
     table.model_type: table for table in TABLES if isinstance(table, TowersTable)
 }
+# A decoder and an image tower each, which are opened together.
+IMAGES: dict[str, ImagesTable] = {
+    table.model_type: table for table in vars(llava).values() if isinstance(table, ImagesTable)
+}
 ONE_TOWER = {tower.model_type: tower for table in TOWERS.values() for tower in (table.text, table.image)}
 
 
@@ -31,9 +36,10 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
     """Return the architecture that a config.json names."""
     kind = theirs.get("model_type")
     known = {**ARCHITECTURES, **ONE_TOWER}
-    if isinstance(kind, str) and kind in TOWERS:
+    if isinstance(kind, str) and kind in (*TOWERS, *IMAGES):
+        parts = "two towers" if kind in TOWERS else "a decoder and an image tower"
         raise CheckpointError(
-            f"{kind} has two towers, and this needs one: add /text or /image to the name of the directory"
+            f"{kind} has {parts}, and this needs one: add /text or /image to the name of the directory"
         )
     if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(
@@ -43,12 +49,12 @@ def architecture_of(theirs: dict[str, Any]) -> Architecture:
     return known[kind]
 
 
-def tower_path(path: Path) -> tuple[Path, TowersTable, Tower] | None:
-    """Return directory, table and tower of a name such as clip/text, where clip has two towers; else None."""
+def tower_path(path: Path) -> tuple[Path, TowersTable | ImagesTable, Tower] | None:
+    """Return directory, table and part of a name such as clip/text, where clip has two towers; else None."""
     if path.name not in SECTIONS or path.exists():
         return None
     kind = read_json_if_any(path.parent / "config.json").get("model_type")
-    table = TOWERS.get(kind) if isinstance(kind, str) else None
+    table = (TOWERS | IMAGES).get(kind) if isinstance(kind, str) else None
     return None if table is None else (path.parent, table, "text" if path.name == "text" else "image")
 
 

@@ -59,7 +59,8 @@ def _chat_templates(folder: Path) -> dict[str, str]:
     for name, path in paths.items():
         with reading(path, "is not UTF-8 text"):
             templates[name] = path.read_text(encoding="utf-8")
-    return templates
+    older = read_json_if_any(folder / "chat_template.json").get("chat_template")  # of processors
+    return templates or ({"default": older} if isinstance(older, str) else {})
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:

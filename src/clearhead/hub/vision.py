@@ -220,7 +220,9 @@ def text_tower(
     )
 
 
-def image_tower(kind: str, name: str, patch: int, class_token: bool, *more: ConfigPart) -> Architecture:
+def image_tower(
+    kind: str, name: str, patch: int, class_token: bool, *more: ConfigPart, carried: tuple[str, ...] = ()
+) -> Architecture:
     """Return the table of a tower of images."""
     embedding = "vision_model.embeddings"
     return Architecture(
@@ -243,6 +245,7 @@ def image_tower(kind: str, name: str, patch: int, class_token: bool, *more: Conf
         ),
         prefix=PREFIXES["image"],
         ignored=("*.position_ids",),
+        carried=carried,
         named=True,
     )
 
@@ -317,6 +320,7 @@ SIGLIP = TowersTable(
         fixed(only={"vision_use_head": True}),
         *shape(768, 12, 12, 3072, "gelu_pytorch_tanh", 1e-6, family="encoder", input="patches"),
         WHOLE_HEADS,
+        carried=(f"{HEAD}.*",),
     ),
     read_joint=_read_siglip,
     write_joint=lambda config: ({}, {"projection_size": config.width}),

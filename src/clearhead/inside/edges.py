@@ -227,7 +227,9 @@ class CutStack(Stack):
         def vectors() -> Tensor | None:
             return self.positions.embed(tokens.positions, self.dtype, tap.part("positions"))
 
-        x = self.embedding(inputs.ids, inputs.types, vectors, inputs.mask, tap.part("embedding"))
+        x = self.embedding(
+            inputs.ids, inputs.types, vectors, inputs.mask, tap.part("embedding"), inputs.vectors
+        )
         streams = Streams(self.graph, self.cut, self.spec.prefix, tap("embedding", x))
         if cache is not None:
             cache.begin(tokens)

@@ -11,6 +11,7 @@ from torch import Tensor
 from clearhead.errors import refuse
 from clearhead.hub import checkpoint, peft
 from clearhead.hub.checkpoint import local_or_downloaded, read_tokenizer_and_settings
+from clearhead.hub.images import has_images, load_with_images
 from clearhead.hub.preprocessor import Image
 from clearhead.hub.towers import has_towers, load_towers
 from clearhead.learn.tasks import generation, reading, results, speech, towers, vectors
@@ -22,6 +23,7 @@ from clearhead.learn.tasks.generation import (
     TranslateOptions,
     generate,
 )
+from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.learn.tasks.reading import as_prompts, best_of_each, unwrapped
 from clearhead.learn.tasks.results import Answer, Candidate, Classification, Generation, Score, Tags
 from clearhead.run.bundle import Bundle, best_device, float_dtype
@@ -29,8 +31,10 @@ from clearhead.run.generate.request import Request
 from clearhead.run.kernels.parts import like
 from clearhead.run.quant.apply import QuantPlan, plan_of, refuse_quantized, rounded
 
-One = str | Sequence[int]  # a prompt: text or ids
+One = str | Sequence[int]  # text or ids
+Given = One | ImagePrompt  # a prompt
 Many = list[str] | tuple[str, ...] | Sequence[Sequence[int]]
+Givens = Many | Sequence[ImagePrompt]
 Filled = list[Candidate] | list[list[Candidate]]  # of the one mask, or of each of several
 Pair = tuple[str, str]
 
@@ -44,7 +48,7 @@ class Model(Bundle):
     @overload
     def generate(  # type: ignore[overload-overlap]  # 1 is an int too
         self,
-        prompt: One,
+        prompt: Given,
         max_new_tokens: int = ...,
         *,
         num_return: Literal[1] = ...,
@@ -53,13 +57,18 @@ class Model(Bundle):
 
     @overload
     def generate(
-        self, prompt: One, max_new_tokens: int = ..., *, num_return: int, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Given,
+        max_new_tokens: int = ...,
+        *,
+        num_return: int,
+        **options: Unpack[GenerateOptions],
     ) -> list[Generation]: ...
 
     @overload
     def generate(  # type: ignore[overload-overlap]
         self,
-        prompt: Many,
+        prompt: Givens,
         max_new_tokens: int = ...,
         *,
         num_return: Literal[1] = ...,
@@ -68,12 +77,17 @@ class Model(Bundle):
 
     @overload
     def generate(
-        self, prompt: Many, max_new_tokens: int = ..., *, num_return: int, **options: Unpack[GenerateOptions]
+        self,
+        prompt: Givens,
+        max_new_tokens: int = ...,
+        *,
+        num_return: int,
+        **options: Unpack[GenerateOptions],
     ) -> list[list[Generation]]: ...
 
     def generate(
         self,
-        prompt: One | Many,
+        prompt: Given | Givens,
         max_new_tokens: int = Request.max_new_tokens,
         *,
         num_return: int = 1,
@@ -88,7 +102,7 @@ class Model(Bundle):
         would alone.
 
         Args:
-            prompt: text, or ids; or a list of either.
+            prompt: text, or ids, or an `ImagePrompt`; or a list of them.
             max_new_tokens: new tokens of each row at most.
             num_return: how many of the best beams to give.
             on_text: called with the row's number and its new text as soon as that is final.
@@ -165,6 +179,9 @@ class Model(Bundle):
         self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int | None = None, **options: Any
     ) -> Generation:
         """Answer a conversation, a list of {"role": ..., "content": ...}, by the model's chat template.
+
+        Where the model reads images, content may be a list of parts, {"type": "text", "text": ...} and
+        {"type": "image", "image": ...}: a path, an array, or a picture of Pillow.
 
         An answer has `max_new_tokens` at most; by default 512, or as many as still fit. Options are those of
         `generate`, and:
@@ -378,12 +395,18 @@ def load(
         described = joined.description.tower("text")
         beside = read_tokenizer_and_settings(path, described, tokenizer)
         return Model(joined.text, description=described, folder=path, towers=joined, **beside)
-    model, description = checkpoint.load_model(
-        path, checkpoint.describe(path), cast, mapped, check_finite=check_finite
-    )
+    images = None
+    if has_images(path):
+        model, description, images = load_with_images(path, cast, mapped, check_finite)
+        images.to(place)
+    else:
+        model, description = checkpoint.load_model(
+            path, checkpoint.describe(path), cast, mapped, check_finite=check_finite
+        )
     beside = read_tokenizer_and_settings(path, description, tokenizer)
     model = model if place.type == "cpu" else model.to(place)
-    return Model(rounded(model, rounding), description=description, folder=path, **beside)
+    parts = {"description": description, "image_encoder": images, **beside}
+    return Model(rounded(model, rounding), folder=path, **parts)
 
 
 def open_empty(

@@ -28,8 +28,9 @@ from clearhead.hub.architecture import SECTION
 from clearhead.hub.checkpoint import default_names
 from clearhead.hub.gguf import SUFFIX
 from clearhead.hub.gguf_writing import write_gguf
+from clearhead.hub.images import JoinedImages
 from clearhead.hub.peft import Adapters
-from clearhead.hub.preprocessor import PREPROCESSOR
+from clearhead.hub.preprocessor import PREPROCESSOR, PROCESSOR
 from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import check_infilling, encode, framed, save_tokenizer, stop_ids, truncation_side
@@ -60,7 +61,10 @@ class Prefix:
         self.tokens: list[int] = []
 
     def begin(self, prompt: Sequence[int], room: int) -> Cache:
-        """Return a cache with what `prompt`, all but its last token, shares with the tokens read before."""
+        """Return a cache with what `prompt`, all but its last token, shares with the tokens read before.
+
+        Tokens are compared by their keys, in which images are digests.
+        """
         # Where angles go by the length of a call, what was read with fewer tokens was turned otherwise.
         shared = 0 if self.model.config.rotates_by_length else agreed(self.tokens, prompt[:-1])
         if shared < self.cache.length and not steps_back(self.model):
@@ -71,7 +75,7 @@ class Prefix:
 
     def end(self, row: sequence.Sequence) -> None:
         """Remember what the cache holds now."""
-        self.tokens = row.tokens[: self.cache.length]
+        self.tokens = row.keys[: self.cache.length]
 
 
 class Engine:
@@ -208,6 +212,7 @@ class Bundle:
     sentences: Sentences | None = None  # how sentence-transformers makes one vector of a text
     images: dict[str, Any] = field(default_factory=dict)  # the preprocessor_config.json it came with
     towers: JoinedTowers | None = None  # texts and images in one space; `model` is then the text tower
+    image_encoder: JoinedImages | None = None  # makes vectors of the images in a prompt; `model` reads them
     _engine: Engine | None = field(default=None, init=False, repr=False, compare=False)
     _adapters: Adapters | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -257,8 +262,9 @@ class Bundle:
             refuse(dtype is not None, f"two dtypes were given, {device} and {dtype}: leave one of them out")
             device, dtype = None, str(device)
         cast = float_dtype(dtype)
-        whole = self.model if self.towers is None else self.towers
-        whole.to(device=None if device is None else best_device(device), dtype=cast)
+        for whole in (self.towers or self.model, self.image_encoder):
+            if whole is not None:
+                whole.to(device=None if device is None else best_device(device), dtype=cast)
         return self
 
     @property
@@ -435,16 +441,21 @@ class Bundle:
             return
         with merged(self.model), files.whole_folder(Path(folder)) as work:
             parameters = dict[str, Tensor]((*self.model.named_parameters(), *code_tensors(self.model)))
+            theirs = described.theirs
             if self.towers is not None:
-                parameters = dict(self.towers.named_parameters())
+                parameters, theirs = dict(self.towers.named_parameters()), self.towers.theirs
                 tensors = self.towers.outgoing(float_dtype(dtype))
+            elif self.image_encoder is not None:
+                whole = nn.ModuleDict({"text": self.model, "image": self.image_encoder})
+                parameters = dict(whole.named_parameters())
+                theirs, tensors = self.image_encoder.saved(self.model, described, float_dtype(dtype))
             else:
                 tensors = checkpoint.outgoing(self.model, described, float_dtype(dtype))
                 tensors |= outgoing_codes(self.model)
             write_tensors(
                 work, files.MODEL, tensors, lambda name, owner: parameters[name].detach().cpu(), shard_size
             )
-            self.write_settings(work, described, tensors)
+            self.write_settings(work, described, tensors, theirs)
 
     def _gguf_type(self, dtype: str | torch.dtype | None) -> str:
         """Return the type of GGUF that is asked for, or, where none is, the one that holds the weights."""
@@ -467,16 +478,26 @@ class Bundle:
         return replace(saved, theirs=theirs)
 
     def write_settings(
-        self, folder: Path, described: checkpoint.Description, tensors: Mapping[str, Outgoing]
+        self,
+        folder: Path,
+        described: checkpoint.Description,
+        tensors: Mapping[str, Outgoing],
+        theirs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write all of a directory but the weights, which are written as `tensors`."""
-        checkpoint.write_config(folder, (self.towers or described).theirs, tensors)
+        """Write all of a directory but the weights, which are written as `tensors`.
+
+        `theirs`: its config.json, where it is not that of the model alone.
+        """
+        checkpoint.write_config(folder, theirs or (self.towers or described).theirs, tensors)
         if self.tokenizer is not None:
             save_tokenizer(folder, self.tokenizer, self.special, self.settings, self.config.max_positions)
         generation = self._stated if self.generation else {}
         for name, settings in (("generation_config.json", generation), (PREPROCESSOR, self.images)):
             if settings:
                 files.write_json(folder / name, settings)
+        if self.image_encoder is not None:
+            token = self.tokenizer and self.tokenizer.id_to_token(self.image_encoder.config.token_id)
+            files.write_json(folder / PROCESSOR, self.image_encoder.processor(token))
         if self.sentences is not None:
             write_sentences(folder, self.sentences, self.config.d_model)
 

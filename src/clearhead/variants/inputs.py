@@ -34,7 +34,7 @@ OTHER_WAYS = {
         ("labels", "targets", "target"), "a call gives logits, and the loss is cross_entropy of them"
     ),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "use ch.record, or ch.run_with_cache"),
-    "inputs_embeds": "vectors are for a config of input vectors; ch.edit replaces the activation embedding",
+    "inputs_embeds": "give them as vectors, next to the ids whose places they take",
     "return_dict": "a call gives a ch.Output in any case",
     "return_type": "a call gives a ch.Output in any case",
 }
@@ -66,7 +66,7 @@ def refuse_first(mistakes: Iterator[str]) -> None:
 def call_mistakes(spec: StackSpec, inputs: Inputs, cache: Cache | None) -> Iterator[str]:
     """Yield what is wrong with the inputs of one forward pass."""
     yield from token_mistakes(spec, inputs, "ids")
-    ids, _, _, documents, types, prefix, bias, global_mask = inputs
+    ids, _, _, documents, types, prefix, bias, global_mask, vectors = inputs
     batch, length = ids.shape[0], spec.n_tokens(ids.shape[1])
     if types is not None and not spec.n_types:
         no = "types were given and the model has no segment embeddings"
@@ -85,6 +85,11 @@ def call_mistakes(spec: StackSpec, inputs: Inputs, cache: Cache | None) -> Itera
         no = "global_mask was given and no layer has global tokens"
         yield f"{no}: leave it out, or choose attention global(...)"
     yield from mask_mistakes(global_mask, (batch, length), "global_mask")
+    if vectors is not None:
+        if spec.input != "tokens":
+            yield f"vectors are for a model of tokens, and this one reads {spec.input}: leave them out"
+        yield from _shape(vectors, (batch, length, spec.d_summed), "vectors", "those of these ids")
+        yield from _floating(vectors, "vectors")
     if documents is not None and global_mask is None and "question" in marked:
         yield "packed documents have a question each: give global_mask, or unpack them"
     if cache is None:

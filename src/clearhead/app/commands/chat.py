@@ -33,6 +33,7 @@ HELP = """\
 /system TEXT   set the system message (no text: none), forget the conversation
 /save FILE     write the conversation as JSON, as `clearhead train` reads it
 /look          open the last answer in the explorer
+/image FILE    show the model an image with the next message, where it reads images
 /help          show this
 /quit          end; so does Ctrl-D. Ctrl-C stops an answer"""
 
@@ -42,6 +43,7 @@ def chat(
     text: str | None = None,
     *,
     system: str | None = None,
+    image: tuple[Path, ...] = (),
     tools: Path | None = None,
     yes: bool = False,
     asking: Annotated[GroupedRequest, arg(name="")] = OPTIONS,
@@ -55,6 +57,7 @@ def chat(
     Args:
         text (TEXT): what to say first, in place of the lines of stdin
         system: the system message
+        image: files of images that belong to the first message, for a model that reads them
         tools: a Python file: the model may call its typed functions, each call once you allow it
         yes: run every call of --tools without asking
         port: of the page that /look opens; 0: any that is free
@@ -64,6 +67,7 @@ def chat(
       clearhead chat my-model/
       clearhead chat my-model/ --system "Be brief." --temperature 0.7 --seed 1
       clearhead chat my-model/ --tools weather.py
+      clearhead chat llava/ "What is this?" --image cat.jpg
       echo "What is a heron?" | clearhead chat my-model/
     """
     given = {"max_new_tokens": asking.stopping.max_new_tokens, **asking.given()}
@@ -79,6 +83,8 @@ def chat(
     )
     chat_template(model)  # refuses a model without one
     talk = Talk(model, given, system, port, not no_open, functions, yes)
+    for path in image:
+        talk.show_image(str(path))
     for line in lines(text):
         try:
             if talk.take(line):
@@ -209,6 +215,7 @@ class Talk:
         self.functions, self.always = functions or {}, always
         self.tools = tools_of([*self.functions.values()])
         self.turns: list[dict[str, Any]] = []
+        self.images: list[str] = []  # files that belong to the next message
         self.read: list[int] = []  # the ids of the last answer, after those of what it answers
         self.show: Callable[[list[int]], str] | None = None
 
@@ -227,6 +234,7 @@ class Talk:
         """Do what a line says; return True where it ends the conversation."""
         word, _, rest = line.strip().partition(" ")
         commands = {"/reset": self.reset, "/system": self.instruct, "/save": self.save, "/look": self.look}
+        commands["/image"] = self.show_image
         if word in ("/quit", "/exit"):
             return True
         if word == "/help":
@@ -241,7 +249,10 @@ class Talk:
 
     def say(self, text: str) -> None:
         """Answer a message, and run what the answer calls, as long as it calls anything."""
-        self.turns.append({"role": "user", "content": text})
+        shown: list[dict[str, Any]] = [{"type": "image", "image": path} for path in self.images]
+        content = [*shown, {"type": "text", "text": text}] if shown else text
+        self.turns.append({"role": "user", "content": content})
+        self.images = []
         try:
             for _ in range(ROUNDS):
                 answer = self._answer()
@@ -309,8 +320,19 @@ class Talk:
 
     def reset(self, rest: str = "") -> None:
         """Forget the conversation."""
-        self.turns, self.read = [], []
+        self.turns, self.read, self.images = [], [], []
         print_notes(["a new conversation"])
+
+    def show_image(self, rest: str) -> None:
+        """Let the next message have an image."""
+        from clearhead.learn.tasks.images import encoder_of
+
+        encoder_of(self.model)
+        refuse(
+            not Path(rest).is_file(),
+            f"--image {rest}: there is no such file" if rest else "/image needs a file",
+        )
+        self.images.append(rest)
 
     def instruct(self, rest: str) -> None:
         """Set the system message."""
@@ -333,6 +355,10 @@ class Talk:
     def look(self, rest: str = "") -> None:
         """Open the last answer, with all that it answers, in the explorer."""
         refuse(not self.read, "there is no answer to look at yet")
+        refuse(
+            any(isinstance(turn["content"], list) for turn in self.turns),
+            "/look shows text alone, and this conversation has images: type /reset",
+        )
         if self.show is None:
             self.show = page(self.model, self.port)
         address = self.show(self.read)

@@ -397,6 +397,17 @@ class ChatTemplate:
         return False
 
     @functools.cached_property
+    def _reads_parts_alone(self) -> bool:
+        """Whether the template passes over content that is a text, as those for images do."""
+        if not _reads(self.source, "image"):
+            return False
+        for content in ("xyzzy", [{"type": "text", "text": "xyzzy"}]):
+            with suppress(InputError):
+                if "xyzzy" in self._rendered([{"role": "user", "content": content}], True, None):
+                    return not isinstance(content, str)
+        return False
+
+    @functools.cached_property
     def _arguments_as_text(self) -> bool:
         """Whether the template takes the arguments of a call as JSON text, as DeepSeek's do."""
         asked = [{"role": "user", "content": "hi"}]
@@ -414,6 +425,13 @@ class ChatTemplate:
     def _checked(self, messages: Sequence[Message], source: str) -> list[dict[str, Any]]:
         """Return messages of text alone; refuse what the template would pass over."""
         checked = [_plain(number, message, source) for number, message in enumerate(messages)]
+        if self._reads_parts_alone:
+            checked = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in checked
+            ]
         if any(message.get("tool_calls") for message in checked) and self._arguments_as_text:
             return [with_text(message) for message in checked]
         return checked
@@ -500,6 +518,8 @@ def _plain(number: int, message: Message, source: str) -> dict[str, Any]:
     refuse(not isinstance(message.get("role"), str), f"{place}.role must be a text, such as user")
     for part in content if isinstance(content, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
+        if part == {"type": "image"} and _reads(source, "image"):
+            continue
         wrong = f"a part of the type {kind!r:.40}" if kind != "text" else "a part without its text"
         refuse(
             kind != "text" or not isinstance(part.get("text"), str),

@@ -31,6 +31,7 @@ from clearhead.hub.tokens.training import SpecialTokens
 from clearhead.hub.vocabularies import ROLES
 from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
+from clearhead.learn.tasks.images import ImagePrompt, expanded, ids_of, taken, vectors_of
 from clearhead.learn.tasks.infilling import infilled, infilling_ends
 from clearhead.learn.tasks.reading import fitting
 from clearhead.learn.tasks.results import Generation, Score
@@ -43,7 +44,7 @@ from clearhead.run.generate.stream import TextStream
 from clearhead.variants.contexts import evaluating
 from clearhead.variants.inputs import check_stack_input
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | ImagePrompt
 OnText = Callable[[int, str], None]  # called with the row's number and the text that is new and final
 Cancel = Callable[[], bool] | threading.Event
 LONGEST, BEAMS = 256, 4  # new tokens at most, and beams, where generation_config.json does not say
@@ -100,7 +101,7 @@ def generate(
         return []
     draft = hooks.draft
     with evaluating(m.model), nullcontext() if draft is None else evaluating(draft.model):
-        runner, read = m.engine.runner(), prompts_of(m, texts)
+        runner, read = m.engine.runner(), prompts_of(m, texts, prompts)
         if request.num_beams > 1:
             results = _search(m, runner, request, read, ends)
         else:
@@ -124,9 +125,14 @@ def asked_for(
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
     suffix = request.suffix
     if suffix:
-        texts = [infilled(m, prompt, suffix) for prompt in prompts]
+        refuse(
+            any(isinstance(one, ImagePrompt) for one in prompts), "suffix with images: leave one of them out"
+        )
+        texts = [infilled(m, prompt, suffix) for prompt in prompts if not isinstance(prompt, ImagePrompt)]
     else:
-        texts = [_fitted(m, m.prompt_ids(prompt), request) for prompt in prompts]
+        texts = [
+            _fitted(m, ids_of(m, prompt), request, isinstance(prompt, ImagePrompt)) for prompt in prompts
+        ]
     stop_ids = _stop_ids(m, request.stop_tokens) | (infilling_ends(m) if suffix else set())
     refuse(
         (request.stop or hooks.on_text) and m.tokenizer is None,
@@ -193,7 +199,7 @@ def _continue(
         )
     prefix = m.engine.take_prefix(runner) if request.reuse else None
     slots = prompts.longest + request.max_new_tokens
-    cache = None if prefix is None else prefix.begin(prompts.ids[0], slots)
+    cache = None if prefix is None else prefix.begin(prompts.keys(0), slots)
     if drafters:
         rows = speculate.speculate(runner, request, prompts, ends, cache, drafters=drafters)
     else:
@@ -242,10 +248,14 @@ def stream_of(m: Bundle, request: Request, prompts: Prompts, number: int) -> Tex
     return TextStream(m.tokenizer, before, request.stop, request.skip_special_tokens)
 
 
-def prompts_of(m: Bundle, texts: list[list[int]]) -> Prompts:
-    """Return what the model reads: the texts are its prompts, or, with an encoder, its sources."""
+def prompts_of(m: Bundle, texts: list[list[int]], prompts: Sequence[Prompt] = ()) -> Prompts:
+    """Return what the model reads: the texts are its prompts, or, with an encoder, its sources.
+
+    `prompts` are what the texts were made of, with their images.
+    """
     if m.config.family != "encoder-decoder":
-        return Prompts(texts)
+        vectors = [vectors_of(m, ids, prompt) for ids, prompt in zip(texts, prompts)]
+        return Prompts(texts, vectors=vectors if any(vectors) else None)
     refuse(not all(texts), "a prompt is empty: give one token at least")
     device = next(m.model.parameters()).device
     mask = real_tokens(texts, device) if len({*map(len, texts)}) > 1 else None
@@ -253,7 +263,7 @@ def prompts_of(m: Bundle, texts: list[list[int]]) -> Prompts:
     return Prompts([start] * len(texts), padded(texts, device=device), mask)
 
 
-def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
+def _fitted(m: Bundle, prompt: list[int], request: Request, whole: bool = False) -> list[int]:
     """Return the last tokens of a prompt that fit into the context, next to new ones in a decoder."""
     if request.overflow in ("refuse", "stream"):
         return prompt
@@ -264,6 +274,7 @@ def _fitted(m: Bundle, prompt: list[int], request: Request) -> list[int]:
         f"{request.max_new_tokens} new tokens leave no room for a prompt: "
         f"the model reads {m.max_length} at most",
     )
+    refuse(whole and len(prompt) > room, "a prompt with images is not cut: shorten it, or leave overflow out")
     return prompt[-room:]
 
 
@@ -419,7 +430,9 @@ def chat_ids(m: Bundle, messages: Sequence[Message], more: Mapping[str, Any]) ->
 
     The template writes every special token, so the tokenizer adds none.
     """
-    return ids_of_chat(m, clean(chat_template(m).render(messages, **more)))
+    messages, images = taken(m, messages)
+    ids = ids_of_chat(m, clean(chat_template(m).render(messages, **more)))
+    return ids if m.image_encoder is None else expanded(m.image_encoder, ids, len(images))
 
 
 def ids_of_chat(m: Bundle, text: str) -> list[int]:
@@ -465,6 +478,12 @@ class ChatTurn:
     calls: bool = False  # the answer may have calls
     thinks: bool = False  # the prompt ends within its reasoning
     special: tuple[str, ...] = ()  # special tokens that are part of its text
+    images: tuple[Any, ...] = ()  # of the prompt
+
+    @property
+    def prompt(self) -> Prompt:
+        """The prompt, with its images."""
+        return ImagePrompt(self.ids, self.images) if self.images else self.ids
 
     def parser(self) -> AnswerParser | None:
         """Return what divides the answer into its parts; None where all of it is content."""
@@ -478,8 +497,9 @@ def turn_of(
     more: Mapping[str, Any],
     options: Mapping[str, Any],
     tools: ToolChoice = NO_TOOLS,
+    files: bool = True,
 ) -> ChatTurn:
-    """Return the answer to come in a conversation.
+    """Return the answer to come in a conversation; without `files`, images come with the messages alone.
 
     A template that refuses to be probed for the end of a turn leaves it to the model's own tokens. An answer
     that may call tools is held to their schemas, and, in `options`, to a JSON schema where it calls none.
@@ -488,6 +508,7 @@ def turn_of(
         line = "suffix with a conversation: an answer has nothing after it: leave suffix out"
         raise RequestError(line, "unsupported_parameter", param="suffix")
     template, options = chat_template(m), dict(options)
+    messages, images = taken(m, messages, files)
     text = clean(template.render(messages, **{**tools.shown, **more}))
     try:
         end = turn_end(m)
@@ -513,7 +534,10 @@ def turn_of(
         options["skip_special_tokens"] = False
     else:
         special = ()
-    return ChatTurn(ids_of_chat(m, text), options, form, calls, form.thinks(text), special)
+    ids = ids_of_chat(m, text)
+    if m.image_encoder is not None:
+        ids = expanded(m.image_encoder, ids, len(images))
+    return ChatTurn(ids, options, form, calls, form.thinks(text), special, tuple(images))
 
 
 def chat(
@@ -535,7 +559,7 @@ def chat(
         request["max_new_tokens"] = max(1, min(ANSWER_TOKENS, room))
     parser, on_part, tell = turn.parser(), options.get("on_part"), hooks.on_text
     if parser is None and on_part is None:
-        return generate(m, [turn.ids], request, hooks)[0][0]
+        return generate(m, [turn.prompt], request, hooks)[0][0]
     parser = parser or AnswerParser(turn.form, False)
     parts: list[Part] = []
 
@@ -550,7 +574,7 @@ def chat(
     streams = tell is not None or on_part is not None
     if streams:
         hooks = dataclasses.replace(hooks, on_text=lambda _, text: keep(parser.push(text)))
-    generation = generate(m, [turn.ids], request, hooks)[0][0]
+    generation = generate(m, [turn.prompt], request, hooks)[0][0]
     if not streams:
         keep(parser.push(generation.text or ""))
     keep(parser.finish())

@@ -19,6 +19,7 @@ from clearhead.hub.tokenizer import encoding_of, windows
 from clearhead.hub.tokens.text import decoded
 from clearhead.learn.batches.ragged import Rows, for_device, padded, real_tokens
 from clearhead.learn.data.conll import Tagging, by_labels
+from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.learn.tasks.results import (
     Answer,
     Candidate,
@@ -346,7 +347,7 @@ def as_prompts(prompts: Any) -> tuple[bool, list[Any]]:
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     # What is no list of anything is one prompt, which will be refused.
     first = prompts[0] if isinstance(prompts, Sequence) and prompts else None
-    several = isinstance(first, Sequence) or getattr(first, "ndim", 0) > 0
+    several = isinstance(first, Sequence | ImagePrompt) or getattr(first, "ndim", 0) > 0
     single = (
         isinstance(prompts, str) or not isinstance(prompts, Sequence) or (len(prompts) > 0 and not several)
     )

@@ -128,7 +128,7 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
     """Search for the continuations of prompts that are read together."""
     longest = prompts.longest
     cache = Cache(reserve=min(longest + request.max_new_tokens, RESERVE))
-    logits = prefill(model, prompts.ids, cache, *prompts.sources)  # B V
+    logits = prefill(model, prompts.ids, cache, *prompts.sources, vectors=prompts.vectors)  # B V
     B, N, M, device = len(prompts.ids), request.num_beams, request.group_size, logits.device
     stops = torch.tensor(list(ends.stop_ids), dtype=torch.long, device=device)
     searches = [[Search(request) for _ in range(request.num_beam_groups)] for _ in prompts.ids]
@@ -177,7 +177,8 @@ def _search(model: Transformer, request: Request, prompts: Prompts, ends: Ends) 
         )
         texts = [[*prompts.ids[row], *ids] for row, beams in zip(running, written.tolist()) for ids in beams]
         stretched, cache = not stretched, Cache(cache.reserve)
-        logits = prefill(model, texts, cache)
+        own = [prompts.vectors_of(row) for row, beams in zip(running, written) for _ in beams]
+        logits = prefill(model, texts, cache, vectors=own)
     ended = [[hypothesis for search in row for hypothesis in search.found] for row in searches]
     return [sorted(row, key=lambda end: -end.score)[: request.num_return] for row in ended]
 

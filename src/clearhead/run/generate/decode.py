@@ -41,6 +41,7 @@ from clearhead.run.generate.sequence import (
     adjust_by,
     best_of,
 )
+from clearhead.run.generate.vectors import PromptVectors, Span, embedded
 from clearhead.run.kernels.cuda_graph import captured
 from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache
 from clearhead.run.kernels.kernels import choose
@@ -261,7 +262,8 @@ def decode(
             cache = cache_for(model, prompts.longest + request.max_new_tokens, request.cache)
         if request.early_exit is not None:
             step = ExitStep(model, request)
-        logits = prefill(model, [row.prompt[cache.length :] for row in rows], cache, *prompts.sources)
+        unread = [row.prompt[cache.length :] for row in rows]
+        logits = prefill(model, unread, cache, *prompts.sources, vectors=prompts.vectors)
     stretched = is_stretched(model, prompts.longest)
     window = model.config.max_positions if slides(model, request, prompts) else None
     for count in range(1, request.max_new_tokens + 1):
@@ -284,7 +286,8 @@ def decode(
             stretched = is_stretched(model, length)
             texts = [row.tokens[-(window or length) :] for row in running]
             cache = cache_for(model, window or prompts.longest + request.max_new_tokens, request.cache)
-            logits = prefill(model, texts, cache, *prompts.rows([row.number for row in running]).sources)
+            some = prompts.rows([row.number for row in running])
+            logits = prefill(model, texts, cache, *some.sources, vectors=some.vectors)
         elif step is not None:
             logits = step(chosen, cache)
         else:
@@ -340,20 +343,31 @@ def prefill(
     cache: Cache,
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
+    vectors: abc.Sequence[PromptVectors | None] | None = None,
 ) -> Tensor:
-    """Read the prompts, left-padded, long ones in pieces; return the logits of the next token [B, V]."""
+    """Read the prompts, left-padded, long ones in pieces; return the logits of the next token [B, V].
+
+    `vectors`: those of each prompt, which begins before what the cache holds of it already.
+    """
     device = next(model.parameters()).device
     ids = padded(prompts, device=device, left=True)
     longest = ids.shape[1]
     unequal = any(len(prompt) < longest for prompt in prompts)
     mask = real_tokens(prompts, device, left=True) if unequal else None
+    first, spans = cache.length, zip(prompts, vectors or ())
+    x = embedded(
+        model,
+        ids,
+        (Span(own, first, first + len(p), longest - len(p), row) for row, (p, own) in enumerate(spans)),
+    )
     # Each token of a piece has sinks of its own.
     chunk = longest if model.config.rotates_by_length else PREFILL_CHUNK // max(1, cache.n_sink_tokens)
     for start in range(0, longest, chunk):
         piece = slice(start, start + chunk)
         part, given = None if mask is None else mask[:, piece], (source, source_mask) if start == 0 else ()
         wanted = "last" if piece.stop >= longest else "none"
-        out = model(ids[:, piece], part, *given, cache=cache, logits=wanted)
+        more = {} if x is None else {"vectors": x[:, piece]}
+        out = model(ids[:, piece], part, *given, cache=cache, logits=wanted, **more)
     return cast(Tensor, out.logits[:, -1])
 
 
@@ -383,14 +397,16 @@ def prefill_fixed(model: Transformer, prompts: Prompts, fixed: FixedCache) -> Te
     fixed.begin_at(prompts.longest)
     device, groups, logits = fixed.cursor.device, length_buckets([len(row) for row in prompts.ids]), []
     # A state would take up padding that comes last.
-    right = prompts.source is None and model.main.spec.causal and steps_back(model)
+    right = (
+        prompts.source is None and prompts.vectors is None and model.main.spec.causal and steps_back(model)
+    )
     for numbers in groups:
         cache, rows, some = Cache(), torch.tensor(numbers, device=device), prompts.rows(numbers)
         if right and len({len(row) for row in some.ids}) > 1:
             logits.append(prefill_right(model, some.ids, cache))
             fixed.adopt_rows(cache, rows, torch.tensor([len(row) for row in some.ids], device=device))
         else:
-            logits.append(prefill(model, some.ids, cache, *some.sources))
+            logits.append(prefill(model, some.ids, cache, *some.sources, vectors=some.vectors))
             fixed.adopt_rows(cache, rows)
     places = torch.tensor([number for numbers in groups for number in numbers], device=device)
     return torch.cat(logits)[places.argsort()]
@@ -462,6 +478,10 @@ def check_request(model: Transformer, request: Request, prompts: Prompts, ends: 
         "a prompt is empty: give one token at least, such as the beginning-of-text token",
     )
     sliding = slides(model, request, prompts)
+    refuse(
+        request.overflow in ("slide", "stream") and any(prompts.vectors or ()),
+        f"overflow {request.overflow} with images, whose tokens would be forgotten one by one: leave it out",
+    )
     refuse(
         sliding and (request.num_beams > 1 or prompts.longest > config.max_positions),
         f"beams and prompts of more than {config.max_positions} tokens, the model's positions, do not slide: "

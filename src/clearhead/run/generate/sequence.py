@@ -34,6 +34,7 @@ from clearhead.errors import refuse
 from clearhead.run.generate.grammar import Grammars, GrammarState
 from clearhead.run.generate.request import DEFAULTS, FILTERS, REMOVED, Request
 from clearhead.run.generate.stream import TextStream
+from clearhead.run.generate.vectors import PromptVectors
 
 NOT_NUMBERS = (
     "the model's logits are not numbers (NaN): its weights are damaged, or too large for their dtype"
@@ -298,6 +299,7 @@ class Prompts:
     source: Tensor | None = None  # B S: what the encoder reads
     source_mask: Tensor | None = None  # B S: True for real tokens
     seeds: abc.Sequence[int] | None = None  # of each row; None: the request's
+    vectors: abc.Sequence[PromptVectors | None] | None = None  # of each row, where one has images
 
     @property
     def longest(self) -> int:
@@ -309,6 +311,15 @@ class Prompts:
         """The source and its mask."""
         return self.source, self.source_mask
 
+    def vectors_of(self, number: int) -> PromptVectors | None:
+        """Return the vectors of a row's images, where it has any."""
+        return None if self.vectors is None else self.vectors[number]
+
+    def keys(self, number: int) -> abc.Sequence[int]:
+        """Return a row's ids, with digests in place of those of its images: equal keys are equal prompts."""
+        own = self.vectors_of(number)
+        return self.ids[number] if own is None else own.keys
+
     def text(self, number: int) -> list[int]:
         """Return the ids of a row's source; without an encoder, of its prompt."""
         if self.source is None:
@@ -319,8 +330,9 @@ class Prompts:
     def rows(self, numbers: list[int]) -> "Prompts":
         """Return some rows alone; columns of the source that are padding in all of them are left out."""
         ids = [self.ids[number] for number in numbers]
+        vectors = None if self.vectors is None else [self.vectors[number] for number in numbers]
         if self.source is None or self.source_mask is None:
-            return Prompts(ids, None if self.source is None else self.source[numbers])
+            return Prompts(ids, None if self.source is None else self.source[numbers], vectors=vectors)
         columns = self.source_mask[numbers].any(0)
         source, mask = self.source[numbers][:, columns], self.source_mask[numbers][:, columns]
         return Prompts(ids, source, None if bool(mask.all()) else mask)
@@ -360,7 +372,8 @@ class Sequence:
     def __init__(self, sampler: "Sampler", prompts: Prompts, number: int = 0) -> None:
         """Begin after prompt `number` of the batch."""
         request, self.number, self.ends = sampler.request, number, sampler.ends
-        self.prompt = list(prompts.ids[number])
+        self.prompt, self.vectors = list(prompts.ids[number]), prompts.vectors_of(number)
+        self._keys = prompts.keys(number)
         self.tokens = list(self.prompt)  # the prompt, and the new ones
         self.ids: list[int] = []  # the new tokens
         self.stop_reason = "length"  # eos, stop, length, time or cancelled
@@ -380,6 +393,11 @@ class Sequence:
         self.grammar: GrammarState | None = None
         if request.constraint is not None and self.ends.grammars is not None:
             self.grammar = self.ends.grammars.begin(request.constraint, self.ends.stop_ids)
+
+    @property
+    def keys(self) -> list[int]:
+        """The tokens, with digests in place of those of images."""
+        return [*self._keys, *self.tokens[len(self.prompt) :]]
 
     def add(self, token: int, steps: int, reason: str | None = None) -> bool:
         """Add a token, chosen after `steps` runs of the model; return False when the row has ended.

@@ -37,6 +37,7 @@ from clearhead.run.generate.sequence import (
     draw,
 )
 from clearhead.run.generate.stream import agreed
+from clearhead.run.generate.vectors import Span, embedded
 
 MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little
 # Where a step verifies draft tokens only as far as that pays, as the server does:
@@ -297,7 +298,7 @@ def speculate(
     for row, own, source in zip(rows, caches, sources):
         unread = row.prompt[own.length : -1]  # the last token runs with the first draft tokens
         if unread:
-            prefill(model, [unread], own, *source)
+            prefill(model, [unread], own, *source, vectors=[row.vectors])
 
     def step(row: Sequence) -> bool:
         """Add a token or more in one run of the model; return False when the row has ended."""
@@ -305,7 +306,9 @@ def speculate(
         most_drafts = most - len(row.ids) - 1
         proposal = drafters[row.number].propose(row.tokens, most_drafts, lambda: sampler.roll([row]))
         unread = torch.tensor([row.tokens[own.length :] + proposal.tokens], device=device)
-        logits = model(unread, None, *sources[row.number], cache=own).logits[0]  # N+1 V
+        x = embedded(model, unread, [Span(row.vectors, own.length, len(row.prompt))])
+        more = {} if x is None else {"vectors": x}
+        logits = model(unread, None, *sources[row.number], cache=own, **more).logits[0]  # N+1 V
         goes_on = verify(sampler, row, ((here, None) for here in logits.split(1)), proposal)
         own.crop(min(own.length, len(row.tokens) - 1))
         return goes_on

@@ -373,11 +373,12 @@ class NativeStack(Described, Stack):
         """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
         blocks = self.layers()
         native = all(isinstance(block, NativeBlock) and not block.attention.pruned for block in blocks)
-        more = (cache, memory, inputs.types, inputs.prefix, inputs.bias, inputs.global_mask)
+        more = (cache, memory, inputs.types, inputs.prefix, inputs.bias, inputs.global_mask, inputs.vectors)
         bare = tap is SILENT and all(extra is None for extra in more)
         if bare and native and (groups := self.groups(inputs.ids, tokens)):
             return self._by_groups(inputs.ids, tokens, groups)
-        if cache is None or tokens.length != 1 or tap is not SILENT or not native:
+        one_token = cache is not None and tokens.length == 1 and inputs.vectors is None
+        if cache is None or not one_token or tap is not SILENT or not native:
             return super().forward(inputs, tokens, memory, cache, tap)
 
         def place() -> Tensor | None:

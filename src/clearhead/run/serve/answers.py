@@ -21,7 +21,7 @@ from clearhead.errors import refuse
 from clearhead.hub.tokens.answers import AnswerParser, Part, ReadAnswer
 from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.hub.tokens.text import decoded
-from clearhead.learn.tasks.generation import ChatTurn, chat_template, turn_of
+from clearhead.learn.tasks.generation import ChatTurn, Prompt, chat_template, turn_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.grammar import check_constraint
 from clearhead.run.generate.request import CONSTRAINTS
@@ -63,13 +63,13 @@ def chat_choices(engine: ServeEngine, name: str, body: ChatBody, owner: str = ""
     most = body.max_completion_tokens or body.max_tokens or room
     options = turn.options | {"max_new_tokens": min(most, room) if body.fits else most}
     serving, seeds = _serving(engine, name, body, owner), body.seeds(body.n or 1)
-    return ChatChoices(engine, name, [turn.ids], options, seeds, serving, body.best, turn=turn)
+    return ChatChoices(engine, name, [turn.prompt], options, seeds, serving, body.best, turn=turn)
 
 
 def chat_turn(m: Bundle, body: ChatBody) -> ChatTurn:
     """Return the answer to come in a conversation."""
     more = template_options(chat_template(m), body)
-    return turn_of(m, body.checked_messages(), more, body.options(), body.choice_of_tools())
+    return turn_of(m, body.checked_messages(), more, body.options(), body.choice_of_tools(), files=False)
 
 
 def template_options(template: ChatTemplate, body: ChatBody) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class Choices:
 
     engine: ServeEngine
     model: str
-    prompts: abc.Sequence[str | list[int]]
+    prompts: abc.Sequence[Prompt]
     options: dict[str, Any]
     seeds: list[int]  # of the choices of each prompt
     serving: ServeOptions

@@ -24,6 +24,7 @@ from clearhead.labs.retrieval.index import Index
 from clearhead.labs.retrieval.passages import before_prompt, cited
 from clearhead.learn.tasks import reading, vectors
 from clearhead.learn.tasks.generation import chat_ids, chat_template
+from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.run.generate.stream import token_texts
 from clearhead.run.serve import embeddings, protocol
 from clearhead.run.serve.adapters import open_adapter
@@ -185,6 +186,7 @@ def make_server(
 
     def note(engine: ServeEngine, inputs: Sequence[Any]) -> None:
         if log_prompts:
+            inputs = [x.prompt if isinstance(x, ImagePrompt) else x for x in inputs]
             ids = (isinstance(x, list) and all(isinstance(token, int) for token in x) for x in inputs)
             texts = [engine.m.decode(x) if coded else x for x, coded in zip(inputs, ids)]
             LOG.info("%s", json.dumps({"prompts": texts}))  # escaped: a prompt is never a line of its own

@@ -26,6 +26,7 @@ import torch
 from clearhead.errors import BusyError, InputError, RequestError, nearest, refuse
 from clearhead.learn.parallel.shards import is_split
 from clearhead.learn.tasks.generation import Prompt
+from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
@@ -181,7 +182,8 @@ class ServeEngine:
         refuse(self.hears, f"this model reads sound, and no text: {fitting(self.m)}")
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
         assert self.pool is not None
-        limiting.check_prompt(self.pool, prompt, None if self.m.model.main.spec.cross else ALL)
+        bare = prompt.prompt if isinstance(prompt, ImagePrompt) else prompt
+        limiting.check_prompt(self.pool, bare, None if self.m.model.main.spec.cross else ALL)
         given, serving = served_options(options or {}, self.limits.cache), serving or ServeOptions()
         seq = ServedSequence(self.m, prompt, given, serving, on_update, self.max_length)
         seq.after, needed = after, len(seq.prompt) + seq.most
@@ -194,6 +196,7 @@ class ServeEngine:
                 raise RequestError(line, "model_not_found", 404, "model")
         if seq.serving.inside:
             refuse(self.split, f"inside is not possible with {WHOLE}")
+            refuse(seq.vectors, "inside is given of text alone, and this request has images: leave one out")
             refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
             self.inside.check(seq.serving.inside, needed, seq.sources)
         self.check_room(len(seq.tokens), joined)

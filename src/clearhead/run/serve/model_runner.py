@@ -44,6 +44,7 @@ from clearhead.core.stack import Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer
 from clearhead.learn.parallel.shards import is_split
+from clearhead.run.generate.vectors import Span, embedded
 from clearhead.run.kernels.cuda_graph import captured
 from clearhead.run.kernels.fixed_cache import FixedKV
 from clearhead.run.kernels.kernels import available, paged_attend
@@ -483,7 +484,9 @@ class ModelRunner:
         return writes and rows_agree(self.runner, most)
 
     def _is_row(self, chunk: Chunk[ServedSequence]) -> bool:
-        return chunk.stop - chunk.start == 1 and chunk.seq.encoded and chunk.seq.adapter is None
+        images = chunk.seq.vectors is not None and chunk.seq.vectors.holds(chunk.start, chunk.stop)
+        one = chunk.stop - chunk.start == 1 and not images
+        return one and chunk.seq.encoded and chunk.seq.adapter is None
 
     def _together(self, pool: Pool, plan: Plan) -> tuple[Plan, Plan, Tensor | None]:
         """Run chunks of any length, side by side in one row."""
@@ -497,13 +500,17 @@ class ModelRunner:
         adapted = [(span, adapter) for span, adapter in spans if adapter is not None]
         tokens = [t for chunk in plan for t in chunk.seq.tokens_at(chunk.start, chunk.stop)]
         places = [place for chunk in plan for place in range(chunk.start, chunk.stop)]
+        ids = torch.tensor([tokens], device=device)
+        vectors = [Span(chunk.seq.vectors, chunk.start, chunk.stop, chunk.span.start) for chunk in plan]
         with self.adapted.step(adapted), attention_kernels(device):
+            x = embedded(self.runner, ids, vectors)
             hidden = self.runner(
-                torch.tensor([tokens], device=device),
+                ids,
                 positions=torch.tensor([places], device=device),
                 source=None if encoded else first.prompts.source,
                 cache=PagedCache(pool, plan, sources),
                 logits="none",
+                **({} if x is None else {"vectors": x}),
             ).hidden[0]  # T D
         for chunk in plan:
             seq = chunk.seq

@@ -16,6 +16,7 @@ from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
 from clearhead.errors import RequestError, refuse
 from clearhead.learn.tasks.generation import Hooks, Prompt, asked_for, generation_of, prompts_of, stream_of
+from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.decode import check_request
@@ -83,7 +84,10 @@ class ServedSequence(Sequence):
             f'overflow "{request.overflow}" is not served: choose refuse or window',
         )
         self.request, self.serving, self.on_update = request, serving, on_update
-        self.prompts = prompts_of(m, [text])
+        if isinstance(prompt, ImagePrompt):  # before its images are encoded
+            check_length(len(text), 0, self.most, longest or m.max_length)
+        self.prompts = prompts_of(m, [text], [prompt])
+        self.pictured = self.prompts.vectors is not None
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
         check_length(len(self.prompts.ids[0]), self.sources, self.most, longest or m.max_length)
         check_request(m.model, request, self.prompts, ends)
@@ -124,7 +128,7 @@ class ServedSequence(Sequence):
         self.tables = {group: Table(pool, group) for group in pool.blocks}
         adapter = 0 if self.adapter is None else self.adapter.number
         apart = json.dumps([adapter, self.serving.salt])  # what differs in it shares nothing
-        self.names = chain(apart, self.prompt, pool.size) if shares and not self.sources else []
+        self.names = chain(apart, self.prompts.keys(0), pool.size) if shares and not self.sources else []
 
     def name_blocks(self, start: int, stop: int, size: int) -> None:
         """Let others find the full blocks of the prompt among tokens `start` to `stop`, which were read."""
@@ -247,6 +251,7 @@ class ServedSequence(Sequence):
         self.times.ended = time.monotonic()
         for table in self.tables.values():
             table.clear()
+        self.vectors, self.prompts = None, replace(self.prompts, vectors=None)
         self.states, self.adapter = {}, None  # the server remembers requests that have ended
         if self.drafts is not None and not self.drafts.read:  # else they are counted first
             self.drafts = None

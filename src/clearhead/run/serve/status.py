@@ -132,6 +132,8 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
             raise HTTPException(404, f"request {number} is forgotten: the latest {KEPT} are kept")
         if list(engines.values())[place].split:
             raise HTTPException(404, f"the explorer is not possible with {WHOLE}")
+        if seq.pictured:
+            raise HTTPException(404, "the explorer reads text alone, and this request had images")
         if seq.serving.adapter:
             raise HTTPException(404, f"the explorer reads the model without adapter {seq.serving.adapter}")
         return RedirectResponse(f"/explore/{place}/#{_read(seq)}", 303, headers=HEADERS)

@@ -1,0 +1,179 @@
+"""LLaVA against transformers: logits, gradients, generation, both ways; prompts with images in every way."""
+
+from __future__ import annotations
+
+import pathlib
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from PIL import Image
+
+import clearhead as ch
+from clearhead.errors import CheckpointError, InputError
+from clearhead.hub.checkpoint import rules_of
+from clearhead.hub.images import JoinedImages
+from clearhead.hub.rules import matches
+from clearhead.run.generate import decode
+from clearhead.variants.images import placed
+from tests.llava import OPTIONS, TOKEN, build, directory, image, tensors
+from tests.parity.harness import GRADIENTS, LOGITS, close, reopened
+
+
+def logits(
+    m: ch.Model, ids: torch.Tensor, pixels: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    assert m.image_encoder is not None
+    vectors = placed(m.model.main.embedding.front, ids, TOKEN, m.image_encoder(pixels))
+    return m.model(ids, mask, vectors=vectors).logits
+
+
+def prompts(count: int) -> list[list[int]]:
+    """Two prompts of unequal length, of one image and of two."""
+    ids = torch.randint(3, 290, (2, 9), generator=torch.Generator().manual_seed(2)).tolist()
+    pictured = [TOKEN] * count
+    return [[*ids[0][:4], *pictured, *ids[0][4:]], [*pictured, *ids[1][:2], *pictured, *ids[1][2:]]]
+
+
+@pytest.mark.parametrize("label", list(OPTIONS))
+def test_llava(label: str, tmp_path: pathlib.Path) -> None:
+    model = build(label, tmp_path / "reference")
+    ours, pixels = ch.load(tmp_path / "reference"), tensors(label, 3)
+    encoder = ours.image_encoder
+    assert encoder is not None and ours.description is not None
+    rows = prompts(encoder.config.count)
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]).bool()
+    places = (mask.long().cumsum(1) - 1).clamp(min=0)
+    theirs = model(input_ids=ids, pixel_values=pixels, attention_mask=mask.long(), position_ids=places).logits
+    mine = logits(ours, ids, pixels, mask)
+    close("logits", mine[mask], theirs[mask], LOGITS)
+    assert float((logits(ours, ids, pixels.flip(0), mask) - mine)[mask].detach().abs().max()) > 0.01
+
+    losses = [F.cross_entropy(each[mask], ids[mask]) for each in (theirs, mine)]
+    for loss in losses:
+        loss.backward()
+    wanted = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    compared = set()
+    for prefix, part, rules in (
+        ("language_model.", ours.model, rules_of(ours.description.architecture, ours.model)),
+        ("vision_tower.", encoder.tower, rules_of(encoder.tower_description.architecture, encoder.tower)),
+        ("", encoder, encoder.table.rules),
+    ):
+        named = dict(part.named_parameters())
+        for rule in matches(rules, named):
+            bare = rule.theirs.removeprefix("model.").removeprefix("vision_model.")
+            name = bare if bare.startswith("lm_head") else f"model.{prefix}{bare}"
+            if name in wanted:  # the layers of the tower behind the one that is read have none
+                grads = [named[each].grad for each in rule.ours]
+                close(
+                    f"gradient of {name}",
+                    rule.operation.save(grads, part.config if prefix else encoder.tower.config)[0],
+                    wanted[name],
+                    GRADIENTS,
+                )
+                compared.add(name)
+    assert compared == set(wanted)
+
+    # Greedy tokens: alone as transformers; in a batch, with draft tokens, beams and short chunks as alone.
+    given = [ch.ImagePrompt(rows[0], list(pixels[:1])), ch.ImagePrompt(rows[1], list(pixels[1:])), [5, 6, 7]]
+    alone = [ours.generate(prompt, 12).ids for prompt in given]
+    for prompt, row, few in zip(alone, rows, (pixels[:1], pixels[1:])):
+        reply = model.generate(
+            input_ids=torch.tensor([row]), pixel_values=few, max_new_tokens=12, do_sample=False
+        )
+        assert prompt == reply[0, len(row) :].tolist()
+    assert [one.ids for one in ours.generate(given, 12)] == alone
+    assert ours.generate(given[1], 12, lookup=3).ids == alone[1]
+    whole = ours.generate(given[1], 6, num_beams=3).ids
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "PREFILL_CHUNK", 5)
+        assert ours.generate(given[1], 12).ids == alone[1]
+        assert ours.generate(given[1], 6, num_beams=3).ids == whole
+
+    with torch.no_grad():
+        fresh = JoinedImages(encoder.config)  # without their config.json, theirs is written from ours
+        fresh.load_state_dict(encoder.state_dict())
+        for name, saved in (("saved", ours), ("fresh", ch.Model(ours.model, image_encoder=fresh))):
+            saved.save(tmp_path / name)
+            back = reopened(
+                type(model), tmp_path / name, () if name == "saved" else ("*.vision_tower.head.*",)
+            )
+            again = back(input_ids=ids, pixel_values=pixels, attention_mask=mask.long(), position_ids=places)
+            close(f"transformers reads what was {name}", again.logits[mask], theirs[mask], 1e-6)
+            reread = ch.load(tmp_path / name)
+            assert reread.image_encoder is not None and reread.image_encoder.config == encoder.config
+            assert torch.equal(logits(reread, ids, pixels, mask), mine)
+        text = ch.load(tmp_path / "saved" / "text")  # each part opens alone, and is a model of its own
+        text.save(tmp_path / "text")
+        plain = torch.tensor([[5, 6, 7]])
+        assert torch.equal(ch.load(tmp_path / "text").model(plain).logits, ours.model(plain).logits)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return directory(tmp_path_factory.mktemp("llava"))
+
+
+def test_a_conversation_with_images_is_that_of_the_reference(
+    folder: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    """Processor and generation of transformers, from the same directory and from what is saved here."""
+    m, picture = ch.load(folder), image(1)
+    Image.fromarray(picture).save(tmp_path / "one.png")
+    m.save(tmp_path / "saved")
+    for place in (folder, tmp_path / "saved"):
+        processor = transformers.AutoProcessor.from_pretrained(place)
+        model = transformers.LlavaForConditionalGeneration.from_pretrained(place)
+        asked = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+        talk = [
+            {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
+            {"role": "user", "content": asked},
+        ]
+        text = processor.apply_chat_template(talk, add_generation_prompt=True)
+        inputs = processor(images=[Image.fromarray(picture)], text=text, return_tensors="pt")
+        reply = model.generate(**inputs, max_new_tokens=15, do_sample=False)
+        wanted = reply[0, inputs["input_ids"].shape[1] :].tolist()
+        assert ch.load(place).generate(ch.ImagePrompt(text, [picture]), 15).ids == wanted
+    for given in (picture, tmp_path / "one.png", str(tmp_path / "one.png"), Image.fromarray(picture)):
+        content = [{"type": "image", "image": given}, {"type": "text", "text": "What is this?"}]
+        talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+        assert m.chat(talk, 15).ids == wanted
+
+
+def test_a_kept_cache_is_of_the_same_image_alone(folder: pathlib.Path) -> None:
+    """With `reuse` the next prompt takes up what the last one read: only where pixels are equal too."""
+    m, text = ch.load(folder), "USER: <image>\nWhat? ASSISTANT:"
+    want = [m.generate(ch.ImagePrompt(text, [image(seed)]), 8).ids for seed in (1, 2)]
+    assert want[0] != want[1]
+    for seed in (1, 2, 2, 1):
+        assert m.generate(ch.ImagePrompt(text, [image(seed)]), 8, reuse=True).ids == want[seed - 1]
+
+
+def test_what_does_not_fit_is_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    m = ch.load(folder)
+    picture = image(1)
+    for prompt, words in (
+        ("USER: <image> what?", "1 times, for 0 images"),
+        (ch.ImagePrompt("what?", [picture]), "0 times, for 1 images"),
+        (ch.ImagePrompt("<image><image>", [picture]), "2 times, for 1 images"),
+        (ch.ImagePrompt("<image>", ["no.png"]), "no.png"),
+        (ch.ImagePrompt("<image>", [7]), "give a path"),
+    ):
+        with pytest.raises(InputError, match=words):
+            m.generate(prompt, 2)
+    with pytest.raises(InputError, match="overflow stream with images"):
+        m.generate(ch.ImagePrompt("<image>", [picture]), 2, overflow="stream")
+    with pytest.raises(InputError, match="reads text alone"):
+        ch.load(folder / "text").generate(ch.ImagePrompt("<image>", [picture]), 2)
+    with pytest.raises(InputError, match="not fetched"):
+        m.chat(
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}]}]
+        )
+    other = ch.Model(ch.Transformer(m.config.replace(positions="alibi")), image_encoder=m.image_encoder)
+    with pytest.raises(CheckpointError, match="no decoder like this one"):
+        other.save(tmp_path / "other")
+    assert np.array_equal(image(1), picture)
