@@ -34,7 +34,7 @@ def arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--save", action="store_true", help="write the record")
     parser.add_argument("--only", help="one part, by the start of its title")
-    parser.add_argument("--stories", type=Path, help="stories260K")
+    parser.add_argument("--stories", type=Path, help="the folder stories260K of shared/weights")
     parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M")
     parser.add_argument("--rxnfp", type=Path, help="rxnfp's folder models/transformers/bert_pretrained")
     parser.add_argument("--pictures", type=Path, help="draw the circuits into this folder")
@@ -346,7 +346,9 @@ def run_methods() -> None:
         "lab encoder-decoder": lambda: compare(
             task_model("encoder-decoder", "reverse"), reversal("encoder-decoder")
         ),
-        "stories260K": lambda: compare(ch.load(options.stories), stories),
+        "stories260K": lambda: compare(
+            ch.load(options.stories / "hf", tokenizer=options.stories / "tok512.bin"), stories
+        ),
         "SmolLM2-135M": lambda: compare(ch.load(options.smollm2), facts, sample=100),
     }
     missing = {"stories260K": options.stories is None, "SmolLM2-135M": options.smollm2 is None}

