@@ -190,6 +190,14 @@ def modular(options: argparse.Namespace) -> dict[str, object]:
 # Chemistry ------------------------------------------------------------------------------------------------
 
 SMILES = re.compile(r"\[[^\]]+\]|Br|Cl|>>|.")
+
+
+def reaction_ids(folder: Path, words: Sequence[str]) -> list[int]:
+    """The ids of the words of a reaction, by the vocabulary of rxnfp."""
+    known = {word: number for number, word in enumerate((folder / "vocab.txt").read_text().split("\n"))}
+    return [known[word] for word in words]
+
+
 HALOGENS = ("F", "Cl", "Br", "I")
 # A halogen X that the reaction leaves alone: its place in the product is blank.
 REACTIONS = (
@@ -203,13 +211,11 @@ REACTIONS = (
 def chemistry(options: argparse.Namespace) -> dict[str, object]:
     """The head that looks from an atom of the product at the same atom of the reactants."""
     m = ch.load(options.rxnfp)
-    vocabulary = {
-        word: number for number, word in enumerate((options.rxnfp / "vocab.txt").read_text().split("\n"))
-    }
+    vocabulary = dict(zip(HALOGENS, reaction_ids(options.rxnfp, HALOGENS)))
 
     def ids(text: str) -> list[int]:
         words = ["[CLS]", *(("[MASK]" if word == "_" else word) for word in SMILES.findall(text)), "[SEP]"]
-        return [vocabulary[word] for word in words]
+        return reaction_ids(options.rxnfp, words)
 
     shares: dict[str, float] = {}
     prompts, places = [], []

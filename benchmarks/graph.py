@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.circuits import SMILES, induction_model, induction_prompts, looks_at, reaction_ids
 from benchmarks.common import KeptParts, device_name
 
 import clearhead as ch
 from clearhead.inside.attribution import looks
 from clearhead.inside.inputs import prepare
-from clearhead.labs.lab.attention import PAIR_SYMBOLS, PAIRS_LENGTH, draw_pairs, repeat_loss
-from clearhead.labs.lab.learning import small_model
 
 FACT = "The capital of France is"
 LONG = "The history of the city is long, and its people tell many stories of kings and wars. " * 8
@@ -68,46 +67,33 @@ def long(m: ch.Model, tokens: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def induction(steps: int = 350, examples: int = 8) -> dict[str, Any]:
-    """Whether the edge from the previous-token head to the induction head is the first of all key edges."""
-    torch.manual_seed(0)
-    size = {"vocab_size": PAIR_SYMBOLS, "d_model": 32, "n_layers": 2, "n_heads": 2}
-    model = ch.Transformer(small_model(**size, max_positions=PAIRS_LENGTH, init="xavier"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
-    generator = torch.Generator().manual_seed(0)
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 10) * (1 - step / steps)
-        loss = repeat_loss(model, draw_pairs(generator))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    rows, known = draw_pairs(torch.Generator().manual_seed(1), examples)
-    found, ranks, worst = [], [], 0.0
-    for row, of in zip(rows, known):
-        ids = row[: int(of.nonzero()[-1]) + 1].tolist()
-        with torch.no_grad(), ch.record(model.eval(), "*.pattern") as seen:
-            model(torch.tensor([ids]))
-        previous = {head for head in range(2) if _looks_back(seen["blocks.0.attention.pattern"][0, head])}
-        graph = ch.graph(model, ids, scores=True, verify=True)
+def induction(count: int = 24) -> dict[str, Any]:
+    """The rank of the edge from the previous-token head to the keys of the head that copies."""
+    model, prompts = induction_model(), induction_prompts(count)
+    rows = [pair.clean for pair in prompts]
+    before, after = looks_at(model, rows, 1, 0), looks_at(model, rows, -1, 1)
+    previous = max((name for name in before if name[0] == "0"), key=before.__getitem__)
+    copies = max((name for name in after if name[0] == "1"), key=after.__getitem__)
+    named, ranks, head_ranks, worst = (f"{previous}@1", f"{copies}@6"), [], [], 0.0
+    for row in rows:
+        graph = ch.graph(model, row, scores=True, verify=True)
         worst = max(worst, graph.difference or 0.0)
-        keys = [e for e in graph.edges if e.kind == "key" and e.target.startswith("1.")]
-        heads = [e for e in keys if e.source[0] == "0" and e.source[1] == "."]
-        found.append(bool(heads) and int(heads[0].source[2]) in previous)
-        ranks.append(1 + next((n for n, e in enumerate(keys) if e in heads), len(keys)))
+        keys = [(edge.source, edge.target) for edge in graph.edges if edge.kind == "key"]
+        heads = [edge for edge in keys if edge[0][0] in "01"]
+        ranks.append(1 + keys.index(named) if named in keys else None)
+        head_ranks.append(1 + heads.index(named) if named in heads else None)
     return {
-        "title": "induction in a trained model of two layers, found by graph --scores",
-        "loss": float(loss.detach()),
-        "examples": examples,
-        "first_head_edge_is_of_the_previous_token_head": sum(found),
-        "rank_among_key_edges": ranks,
+        "title": "induction in the lab's model of two layers, found by graph --scores",
+        "examples": count,
+        "previous_token_head": previous,
+        "copying_head": copies,
+        "edge": "key, " + " -> ".join(named),
+        "first_of_all_key_edges": sum(rank == 1 for rank in ranks),
+        "first_of_key_edges_from_heads": sum(rank == 1 for rank in head_ranks),
+        "ranks": ranks,
         "difference": worst,
         "top": edges_of(graph),
     }
-
-
-def _looks_back(pattern: torch.Tensor) -> bool:
-    """Return whether the last token of a head looks most at the one before it."""
-    return int(pattern[-1].argmax()) == len(pattern) - 2
 
 
 def chemistry() -> dict[str, Any] | None:
@@ -116,11 +102,12 @@ def chemistry() -> dict[str, Any] | None:
         import rxnfp
     except ImportError:
         return None
-    m = ch.load(Path(rxnfp.__file__).parent / "models/transformers/bert_pretrained")
-    prepared = prepare(m, REACTION)
-    (place,) = [at for at, label in enumerate(prepared.tokens.labels) if label == "[MASK]"]
-    source = prepared.tokens.labels.index("N")
-    graph = ch.graph(m, prepared, "N", place, nodes=40, verify=True)
+    folder = Path(rxnfp.__file__).parent / "models/transformers/bert_pretrained"
+    m, words = ch.load(folder), ["[CLS]", *SMILES.findall(REACTION), "[SEP]"]
+    ids = reaction_ids(folder, words)
+    place, source = words.index("[MASK]"), words.index("N")
+    prepared = prepare(m, ids)
+    graph = ch.graph(m, prepared, reaction_ids(folder, "N")[0], place, nodes=40, verify=True)
     patterns = prepared.record("*.pattern")[1]
     heads = {
         f"{layer}.{head}": float(patterns[f"blocks.{layer}.attention.pattern"][0, head, place, source])
@@ -128,8 +115,9 @@ def chemistry() -> dict[str, Any] | None:
         for head in range(m.config.n_heads)
     }
     mapping = max(heads, key=lambda head: heads[head])
-    to_logit = [edge for edge in graph.edges if edge.source.partition("@")[0] in heads]
-    names = [edge.source for edge in to_logit]
+    from_heads = [edge.source for edge in graph.edges if edge.source.partition("@")[0] in heads]
+    named = f"{mapping}@{place}"
+    nodes = sorted((node for node in graph.nodes if node.kind == "head"), key=lambda node: -node.influence)
     score = looks(m, prepared, mapping, place, source)
     return {
         "title": "a masked atom of a product (rxnfp): the head that looks at the atom it comes from",
@@ -137,10 +125,9 @@ def chemistry() -> dict[str, Any] | None:
         "probability": graph.probability,
         "mapping_head": mapping,
         "share": round(heads[mapping], 3),
-        "rank_among_head_edges": 1 + names.index(f"{mapping}@{place}")
-        if f"{mapping}@{place}" in names
-        else None,
-        "head_edges": len(names),
+        "rank_among_edges_from_heads": 1 + from_heads.index(named) if named in from_heads else None,
+        "edges_from_heads": len(from_heads),
+        "head_nodes_by_influence": [[node.id, round(node.influence, 3)] for node in nodes[:8]],
         "difference": graph.difference,
         "top": edges_of(graph),
         "score": round(score.score, 3),

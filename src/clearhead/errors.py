@@ -74,6 +74,19 @@ def refuse(mistake: object, message: str, error: type[ClearheadError] = InputErr
         raise error(message)
 
 
+def refuse_outside(name: str, value: float, least: float, most: float = math.inf, open: bool = False) -> None:
+    """Refuse a number below `least`, or equal to it if `open`, above `most`, or that is not finite."""
+    low = f"above {least:g}" if open else f"{least:g} or more"
+    within = (least < value if open else least <= value) and value <= most and math.isfinite(value)
+    rule = low if most == math.inf else f"{low}, and {most:,.15g} at most"
+    refuse(not within, f"{name} {value} must be {rule}")
+
+
+def refuse_seed(seed: int) -> None:
+    """Refuse a seed that random generators, and seeds made from it, do not take."""
+    refuse_outside("seed", seed, 0, 2**32 - 1)
+
+
 def refuse_unknown(what: str, name: object, known: Iterable[str]) -> None:
     """Refuse a name that is not among the known ones; the line gives the nearest of them, and all or many."""
     names = list(known)

@@ -101,9 +101,19 @@ def test_cut_edges_equal_a_plain_pass_with_a_stream_for_each_reader(layout):
         assert len(edges) == int(mask.sum())
 
 
-@pytest.mark.parametrize("name", MODELS)
+ODD = {
+    "latent": {"attention": "latent", "positions": "rope", "rope_fraction": 0.5},
+    "mamba2": {"attention": ("mamba2", "full"), "positions": "rope"},
+    "half blocks": {"attention": ("none", "full", "full"), "feedforward_skips": (1,), "n_layers": 3},
+    "gated, capped": {"attention_gate": True, "attention_softcap": 2.0, "gated": True, "gated_clamp": 0.3},
+    "linear": {"attention": "linear", "tie_embeddings": True, "embedding_scale": 4.0},
+    "both, post-norm, alibi": {"family": "encoder-decoder", "positions": "alibi", "norm_position": "post"},
+}
+
+
+@pytest.mark.parametrize("name", [*MODELS, *ODD])
 def test_no_cut_is_the_model_and_all_cuts_the_corrupt_run(name):
-    model = build(**MODELS[name])
+    model = build(**{**MODELS, **ODD}[name])
     clean, corrupt, more = prompts(model.config)
     found = circuit(model, clean, corrupt, method="eap", draws=1, answer=0, wrong=1, **more)
     scores = [circuit_scores(model, prompt, more) for prompt in (clean, corrupt)]

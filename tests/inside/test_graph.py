@@ -24,6 +24,21 @@ CASES = {
     "both": {"family": "encoder-decoder"},
     "rope, sink": {"positions": "rope", "attention_sink": True, "n_kv_heads": 2, "qk_norm": "head"},
     "gate": {"attention_gate": True, "gated": True, "positions": "alibi", "attention_softcap": 2.0},
+    "half blocks": {"attention": ("none", "full", "full"), "feedforward_skips": (1,), "n_layers": 3},
+    "attention alone": {"feedforward_skips": (0, 1)},
+    "latent": {"attention": "latent", "positions": "rope", "rope_fraction": 0.5},
+    "tied, scaled, capped": {
+        "tie_embeddings": True,
+        "embedding_scale": 4.0,
+        "norm": "rmsnorm",
+        "norm_unit_offset": True,
+        "norm_position": "sandwich",
+        "gated": True,
+        "attention_softcap": 3.0,
+        "logit_softcap": 2.0,
+    },
+    "both, biases by distance": {"family": "encoder-decoder", "positions": "relative", "norm": "rmsnorm"},
+    "both, post-norm, alibi": {"family": "encoder-decoder", "positions": "alibi", "norm_position": "post"},
     **{name: HEADS[name] for name in ("classifier, mean", "span", "image", "shared layers", "pruned")},
 }
 
@@ -184,6 +199,9 @@ def test_what_is_no_linear_map_is_refused():
     for changes, words in (
         ({"n_experts": 3}, "mixtures of experts"),
         ({"attention": "gated-delta", "positions": "none"}, "without an attention pattern"),
+        ({"attention": ("mamba2", "full"), "positions": "rope"}, "without an attention pattern"),
+        ({"gated": True, "gated_clamp": 0.3}, "gated_clamp 0.3"),
+        ({"depth_capacity": 0.5}, "mixture of depths"),
     ):
         with pytest.raises(ch.InputError, match=words):
             ch.graph(build(**changes), IDS)

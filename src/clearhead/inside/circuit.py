@@ -34,7 +34,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from clearhead.errors import InputError, refuse
+from clearhead.errors import InputError, refuse, refuse_outside, refuse_seed, refuse_unknown
 from clearhead.inside import inputs, results
 from clearhead.inside.edge_scores import (
     METHODS,
@@ -52,6 +52,7 @@ from clearhead.inside.patch import SAME
 from clearhead.run.api import Model
 
 Method = Literal["eap", "eap-ig", "atp", "exact", "acdc"]
+DEFAULT_STEPS, FAITHFUL = 5, 0.9
 SIZES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700)  # and so on, times ten
 OnEdges = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -127,6 +128,7 @@ class Circuit(results.Result):
         then inputs must have its length.
         """
         m = inputs.as_model(m)
+        refuse_outside("prompt", prompt, 0, len(self.prompts) - 1)
         runs = runs_of(m, self.prompts, self.metric, self.ablation, self.position)
         return replace(
             m, model=cut_model(m.model, runs[0].graph, self.cut(runs[prompt].graph, runs[prompt].values))
@@ -147,9 +149,6 @@ def _of(kind: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda values: kind(**values)
 
 
-# Runs with cuts ---------------------------------------------------------------------------------------------
-
-
 # Circuits ---------------------------------------------------------------------------------------------------
 
 
@@ -165,9 +164,9 @@ def circuit(
     metric: Metric = "logit",
     ablation: Ablation = "resample",
     edges: int | None = None,
-    faithful: float = 0.9,
+    faithful: float | None = None,
     threshold: float | None = None,
-    steps: int = 5,
+    steps: int | None = None,
     draws: int = 5,
     seed: int = 0,
     position: int = -1,
@@ -188,26 +187,44 @@ def circuit(
             own distribution, negative).
         ablation: what a cut edge carries: resample (the corrupt run's), mean (over all prompts) or zero.
         edges: how many to keep; None: the fewest, of some numbers, that are faithful.
-        faithful: the faithfulness to reach.
+        faithful: the faithfulness to reach; None: 0.9.
         threshold: acdc: what an edge must be worth; None: a hundredth of what all carry together.
-        steps: points of eap-ig.
+        steps: eap-ig: points between the corrupt and the clean input; None: 5.
         draws: random sets of edges that each point of the curve is compared with.
         seed: of these.
         position: where the answer is read; -1 is the last token.
         target: what the decoder of an encoder-decoder has written; None: what it writes for both alike.
         on_progress: told the stage and how much of it is done.
     """
-    refuse(
-        method not in (*METHODS, "exact", "acdc"),
-        f'there is no method "{method}": {", ".join(get_args(Method))}',
-    )
+    refuse_unknown("method", method, get_args(Method))
     refuse(
         (clean is None) != (corrupt is None), "clean and corrupt belong together: give both, or prompts alone"
     )
-    refuse(steps < 1, f"steps {steps} is no number of points: choose 1 or more")
+    alone = next(
+        (name for name, x in (("answer", answer), ("wrong", wrong), ("target", target)) if x is not None), ""
+    )
+    refuse(
+        clean is None and alone,
+        f"{alone} is of clean and corrupt, and each of the prompts has its own: leave it out",
+    )
+    sizes_by = [name for name, x in (("edges", edges), ("faithful", faithful)) if x is not None]
+    refuse(len(sizes_by) > 1, "edges and faithful both say how many edges to keep: choose one")
+    refuse(
+        method == "acdc" and sizes_by,
+        f"acdc keeps what is worth its threshold: leave {''.join(sizes_by)} out, or choose another method",
+    )
+    refuse(threshold is not None and method != "acdc", f"threshold is of acdc, and the method is {method}")
+    refuse(steps is not None and method != "eap-ig", f"steps are of eap-ig, and the method is {method}")
+    steps = DEFAULT_STEPS if steps is None else steps
+    refuse_outside("steps", steps, 1, 1000)
+    refuse_outside("faithful", FAITHFUL if faithful is None else faithful, 0, 1, open=True)
+    refuse_outside("threshold", threshold or 0.0, 0)
+    refuse_outside("draws", draws, 0)
+    refuse_seed(seed)
     own = [] if clean is None else [PromptPair(clean, corrupt, answer, wrong, target)]
     pairs = (*own, *(PromptPair(*pair) for pair in prompts))
     refuse(not pairs, "no prompts: give clean and corrupt, or a list of pairs")
+    _refuse_unused(pairs, metric)
     runs = runs_of(inputs.as_model(m), pairs, metric, ablation, position)
     graph, valid = runs[0].graph, runs[0].graph.valid
     full, empty = mean_metric(runs, torch.stack([torch.zeros_like(valid), valid]).float()).tolist()
@@ -231,7 +248,8 @@ def circuit(
             scores += METHODS[method](run, steps) / len(runs)
             told(number + 1, len(runs))
     order = torch.where(valid, scores.abs(), -1.0).flatten().argsort(descending=True, stable=True)[:count]
-    refuse(edges is not None and not 0 <= edges <= count, f"edges {edges}: this model has {count}")
+    if edges is not None and method != "acdc":
+        refuse_outside("edges", edges, 1, count)
     sizes = [size * scale for scale in (1, 1000, 1000_000) for size in SIZES]
     sizes = sorted({min(size, count) for size in (*sizes, count, *([] if edges is None else [edges]))})
     kept_of = {size: connected(graph, order, size) for size in sizes}
@@ -242,7 +260,7 @@ def circuit(
         on_progress("curve", done, len(kept_of))
     if edges is None:
         faithfulness = {size: curve[int(mask.sum())].faithfulness for size, mask in kept_of.items()}
-        edges = next((size for size, value in faithfulness.items() if value >= faithful), count)
+        edges = next((size for size, value in faithfulness.items() if value >= (faithful or FAITHFUL)), count)
     mask = kept_of[edges]
     point = curve[int(mask.sum())]
     ordered = [divmod(place, valid.shape[1]) for place in order.tolist() if mask.flatten()[place]]
@@ -260,6 +278,13 @@ def circuit(
         faithfulness=point.faithfulness, completeness=point.completeness, random=point.random,
         curve=tuple(curve[size] for size in sorted(curve)), scores=scores, graph=graph,
     )  # fmt: skip
+
+
+def _refuse_unused(pairs: Sequence[PromptPair], metric: Metric) -> None:
+    """Refuse answers that the metric does not read."""
+    unused = {"kl": ("answer", "wrong"), "probability": ("wrong",)}.get(metric, ())
+    name = next((name for pair in pairs for name in unused if getattr(pair, name) is not None), None)
+    refuse(name is not None, f"metric {metric} reads no {name}: leave it out, or choose metric logit")
 
 
 def _point(
@@ -332,6 +357,7 @@ def path_patch(
     and values. All that is not on the path gives what it gives in the clean run. Other arguments are
     `circuit`'s.
     """
+    _refuse_unused([PromptPair(clean, corrupt, answer, wrong)], metric)
     (run,) = runs_of(
         inputs.as_model(m), [PromptPair(clean, corrupt, answer, wrong, target)], metric, "resample", position
     )

@@ -37,7 +37,7 @@ from clearhead.core.stack import Inputs, Memory, Residual, Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse, refuse_unknown
-from clearhead.inside.names import AttentionName
+from clearhead.inside.names import AttentionName, refuse_foreign
 from clearhead.run.kernels.parts import like
 from clearhead.run.quant.layers import weight_of
 from clearhead.variants.global_attention import GlobalAttention
@@ -67,6 +67,7 @@ class EdgeGraph:
     @classmethod
     def of(cls, model: Transformer) -> "EdgeGraph":
         """Return the graph of a model."""
+        refuse_foreign(model)
         refuse(
             model.config.depth_capacity != 1,
             "a router lets tokens skip whole layers of this model, which have no edges: take another one",

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from clearhead.core.transformer import Transformer
-from clearhead.errors import refuse
+from clearhead.errors import refuse, refuse_outside
 from clearhead.hub.files import write_text
 from clearhead.inside import inputs, results
 from clearhead.inside.direct_effects import TINY, Effects, GraphEdge, Node
@@ -75,7 +75,12 @@ class Graph(results.Result, Compared):
         """Return a graph in which each group is one node, by its name; edges within a group are left out."""
         home = {node: name for name, some in groups.items() for node in some}
         for name, some in groups.items():
-            refuse(not some, f'the group "{name}" has no nodes')
+            refuse(not (name and some), f'the group "{name}" needs a name and nodes')
+            taken = any(node.id == name for node in self.nodes)
+            refuse(taken, f'"{name}" is a node: call the group otherwise')
+        refuse(
+            len(home) < sum(map(len, groups.values())), "a node is named twice in the groups: name each once"
+        )
         for node in home:
             refuse(
                 self.node(node).kind == "logit", "the logit is what all others lead to: leave it by itself"
@@ -130,6 +135,12 @@ def _dictionaries(model: Transformer, features: Sequence[str | Path | Dictionary
             f"this one reads {own.at} and writes {own.out}",
         )
         refuse(own.out not in tap_names(model), f"this model has no {own.out}, which the dictionary writes")
+        width = model.config.d_model
+        refuse(
+            own.d_in != width or own.d_out != width,
+            f"the dictionary of {own.out} is of {own.d_in} dimensions, and this model has {width}: "
+            "it was trained on another model",
+        )
         refuse(own.out in found, f"two dictionaries are of {own.out}: give one")
         found[own.out] = own
     return found
@@ -185,7 +196,7 @@ def graph(
         verify: test every node and edge that is kept by an intervention: see `Graph.difference`.
     """
     for name, share in (("node_share", node_share), ("edge_share", edge_share)):
-        refuse(not 0 < share <= 1, f"{name} {share} must be a share above 0, and 1 at most")
+        refuse_outside(name, share, 0, 1, open=True)
     refuse(nodes < 1, f"nodes {nodes} keeps nothing: choose 1 or more")
     prepared = exact_copy(inputs.prepare(m, given, target, pair))
     if scores:

@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from clearhead.core.config import StackSpec
 from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import refuse
@@ -39,10 +40,19 @@ from clearhead.variants.kinds import GlobalKind
 def refuse_bent(model: Transformer) -> None:
     """Refuse a model with a part that stays no linear map when patterns, norms and gates are held."""
     config = model.config
-    lines = names.unpatterned(config)
-    refuse(bool(lines), f"a graph takes attention with a pattern in every layer: {''.join(lines)}")
+    bent = [kind for kind in names.kinds_of(config).values() if not kind.patterned and kind.name != "none"]
+    refuse(
+        bool(bent),
+        f"a graph takes attention with a pattern in every layer: {''.join(names.unpatterned(config))}",
+    )
+    refuse(
+        config.gated and config.gated_clamp is not None,
+        f"gated_clamp {config.gated_clamp} bounds what gates multiply, so a feed-forward is no linear map of "
+        "its input: ask about a model without it, or take clearhead circuit",
+    )
     for spec in config.stacks:
-        experts = [layer for layer in range(spec.n_layers) if "feedforward" not in spec.feedforwards(layer)]
+        inner = map(spec.feedforwards, range(spec.n_layers))
+        experts = [layer for layer, own in enumerate(inner) if own and "feedforward" not in own]
         refuse(
             bool(experts),
             f"layers {', '.join(map(str, experts))} are mixtures of experts, which a graph does not take: "
@@ -60,6 +70,7 @@ def exact_copy(prepared: Prepared, dtype: torch.dtype = torch.float64) -> Prepar
     refuse(
         bool(quantized_parts(prepared.model)), "the weights are quantized: ask about the model before that"
     )
+    names.refuse_foreign(prepared.model)
     m = copy.copy(prepared.m)
     m.model = copy.deepcopy(prepared.model).cpu().to(dtype).requires_grad_(False)
     given = {name: getattr(prepared, name) for name in ("main", "source", "types")}
@@ -86,7 +97,7 @@ def holding(model: Transformer) -> Iterator[None]:
     for stack in (model.encoder, model.decoder):
         if stack is None:
             continue
-        for layer in range(stack.spec.n_layers):
+        for layer in filter(stack.spec.feedforwards, range(stack.spec.n_layers)):
             part, inner = f"{stack.spec.prefix}blocks.{layer}.feedforward", list[Tensor]()
             changes[f"{part}.pre"] = _first if stack.spec.gated else partial(_keep, inner)
             if not stack.spec.gated:
@@ -238,10 +249,12 @@ def kept_cut(prepared: Prepared) -> CutPass:
     return cast(CutPass, prepared.__dict__["_cut"])
 
 
-def _added(spec: Any) -> list[str]:
+def _added(spec: StackSpec) -> list[str]:
     """Return the taps of a stack whose vectors are added to its stream."""
-    own = ["attention", *(["cross"] if spec.cross else []), "feedforward"]
-    parts = [f"blocks.{layer}.{part}.out" for layer in range(spec.n_layers) for part in own]
+    parts = []
+    for layer, kind in enumerate(spec.kinds):
+        own = {"attention": kind.name != "none", "cross": spec.cross, "feedforward": spec.feedforwards(layer)}
+        parts += [f"blocks.{layer}.{part}.out" for part, there in own.items() if there]
     return [f"{spec.prefix}{name}" for name in ("embedding", *parts)]
 
 
@@ -259,9 +272,8 @@ class Scores:
 
     q: Tensor  # H T E
     k: Tensor  # H S E, those of a group repeated
-    factor: (
-        Tensor | float
-    )  # H T S; q · k times this is the score without positions: scale, and the soft cap's ratio
+    # H T S; q · k times this is the score without positions: scale, and the soft cap's ratio
+    factor: Tensor | float
     total: Tensor  # H T S, with positions; 0 where a query sees nothing
     seen: Tensor  # H T S, True: it sees the key
 
@@ -284,7 +296,7 @@ class Scores:
 def refuse_unscored(prepared: Prepared, part: str | None = None) -> None:
     """Refuse attention whose scores are no product of a query and a key; None: any of the model's."""
     for attention, kind in names.kinds_of(prepared.m.config).items():
-        unlike = "scores" in kind.untapped or isinstance(kind, GlobalKind)
+        unlike = kind.name != "none" and ("scores" in kind.untapped or isinstance(kind, GlobalKind))
         refuse(
             unlike and part in (None, attention.part),
             f"the scores of attention {attention} ({kind}) are no product of one query and one key, so that "

@@ -552,6 +552,7 @@ def find_token(m: Model, wanted: str | int) -> int:
     `wanted` is its number, its own writing, its label (· is a space), or a text that it is, perhaps after a
     space.
     """
+    refuse(wanted == "", "the token is empty: name one of the vocabulary, such as · for a space")
     size, tokenizer = m.config.vocab_size, m.tokenizer
     if isinstance(wanted, str) and tokenizer is not None:
         number: int | None = tokenizer.token_to_id(wanted)

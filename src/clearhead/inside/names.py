@@ -10,6 +10,9 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
 from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.kinds import FULL, Kind
 from clearhead.errors import InputError, nearest, refuse, refuse_unknown
@@ -141,6 +144,33 @@ def as_heads(config: ModelConfig, heads: Heads) -> list[AttentionHead]:
     """Return heads, given as such or by name; each once, in the order of their names."""
     wanted = [heads] if isinstance(heads, AttentionHead | str) else heads
     return sorted(set(find_heads(config, map(str, wanted))))
+
+
+# Parts ------------------------------------------------------------------------------------------------------
+
+
+def refuse_foreign(model: nn.Module) -> None:
+    """Refuse a model with a part whose formula is not known here: a class of others, a hook, a new forward.
+
+    A graph and a circuit go through a model part by part, and would leave out, silently, what these do.
+    """
+    known = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout)
+    for name, part in model.named_modules():
+        if ".parametrizations" in name:
+            continue  # a weight in other numbers is a weight
+        own = type(part)
+        ours = own.__module__.startswith("clearhead.") and "parallel" not in own.__module__
+        at = f"part {name or 'model'} ({own.__module__}.{own.__name__})"
+        refuse(
+            not (ours or own in known or is_parametrized(part)),
+            f"{at} is not one of clearhead's, and what it computes cannot be taken apart: put ours back",
+        )
+        hooks = (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        foreign = any(not getattr(hook, "__module__", "").startswith("clearhead.") for hook in hooks)
+        refuse(
+            foreign or "forward" in vars(part),
+            f"{at} has a hook or a forward of its own, which would be left out: remove it, or use ch.edit",
+        )
 
 
 # Stacks and layers ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from clearhead.app.commands.common import check_output
 from clearhead.app.report import table
 from clearhead.app.views import ModelArgument, OnProgress, Prompt, Repeated, View, drawing
 from clearhead.errors import refuse
@@ -56,7 +57,9 @@ def graph(
       clearhead graph my-model/ "The cat sat" --merge "name=0.1@1,0.2@1" --json
     """
     refuse(any("=" not in group for group in merge), "--merge takes a name and its nodes: NAME=3.2@5,4.0@5")
-    groups = {name: nodes.split(",") for name, nodes in (group.split("=", 1) for group in merge)}
+    named = [group.split("=", 1) for group in merge]
+    groups = {name: nodes.split(",") for name, nodes in named}
+    refuse(len(groups) < len(named), "--merge names one group twice: give all its nodes at once")
     m = model()
     from clearhead.inside.graph import graph as run
 
@@ -105,18 +108,18 @@ def circuit(
     answer: str | None = None,
     wrong: str | None = None,
     prompts: Path | None = None,
-    method: Literal["eap-ig", "eap", "atp", "exact", "acdc"] = "eap-ig",
+    method: Literal["eap-ig", "eap", "atp", "exact", "acdc"] | None = None,
     metric: Literal["logit", "probability", "kl"] = "logit",
-    ablation: Literal["resample", "mean", "zero"] = "resample",
+    ablation: Literal["resample", "mean", "zero"] | None = None,
     edges: int | None = None,
-    faithful: float = 0.9,
+    faithful: float | None = None,
     threshold: float | None = None,
-    steps: int = 5,
+    steps: int | None = None,
     path: str | None = None,
     save: Path | None = None,
     position: int = -1,
     target: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     on_progress: OnProgress = lambda stage, done, total: None,
 ) -> View:
     """Find the circuit behind an answer: score the edges between parts, keep the fewest, test them.
@@ -134,16 +137,17 @@ def circuit(
         prompts (FILE): more pairs: TSV or CSV with columns clean, corrupt and perhaps answer, wrong, target;
             or JSON lines with these fields
         method: how edges are scored: eap-ig and eap (attribution), atp (AtP*), exact (each edge is cut), acdc
-            (pruned one by one)
+            (pruned one by one); default: eap-ig
         metric: logit of the answer less the wrong one; probability of the answer; kl from the model's own
-        ablation: what a cut edge carries: the corrupt run's, the mean over all prompts, or zero
+        ablation: what a cut edge carries: the corrupt run's (default), the mean over all prompts, or zero
         edges: how many to keep; default: the fewest, of some numbers, that are faithful
-        faithful: the faithfulness to reach
+        faithful: the faithfulness to reach; default: 0.9
         threshold: acdc: what an edge must be worth; default: a hundredth of what all carry together
-        steps: eap-ig: points between the corrupt and the clean input
+        steps: eap-ig: points between the corrupt and the clean input; default: 5
         path (PATH): patch one path alone, such as "0.1 -> 1.0.k -> logits"
         save (FILE): write the circuit as JSON; ch.Circuit.load(FILE).apply(m) is a model of its edges alone
         position: where the answer is read; -1 is the last token
+        seed: of the random sets of edges that the circuit is compared with; default: 0
 
     For example:
       clearhead circuit my-model/ "Ann met Tom. Ann" "Ann met Tom. Tom"
@@ -156,6 +160,21 @@ def circuit(
     refuse(
         path is not None and save is not None, "--path finds no circuit to --save: leave one of the two out"
     )
+    options: dict[str, Any] = dict(
+        method=method,
+        ablation=ablation,
+        edges=edges,
+        faithful=faithful,
+        threshold=threshold,
+        steps=steps,
+        seed=seed,
+    )
+    search = {name: value for name, value in options.items() if value is not None}
+    refuse(
+        path is not None and bool(search),
+        f"--path patches one path, and searches no edges: leave --{next(iter(search), '')} out",
+    )
+    check_output(save)
     pairs = [] if prompts is None else list(_read_pairs(prompts))
     refuse(
         clean is not None and corrupt is None, "give CORRUPT as well: the prompt that is answered otherwise"
@@ -172,9 +191,8 @@ def circuit(
         )
         return View(patched, _path_lines(patched))
     found = run(
-        m, clean, corrupt, answer, wrong, prompts=pairs, method=method, metric=metric, ablation=ablation,
-        edges=edges, faithful=faithful, threshold=threshold, steps=steps, seed=seed, position=position,
-        target=target, on_progress=on_progress,
+        m, clean, corrupt, answer, wrong, prompts=pairs, metric=metric, position=position, target=target,
+        on_progress=on_progress, **search,
     )  # fmt: skip
     notes = []
     if save is not None:

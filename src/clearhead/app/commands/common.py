@@ -220,8 +220,17 @@ def may_be_tower(path: Path) -> bool:
     return path.name in ("text", "image") and (path.parent / "config.json").is_file()
 
 
+def check_output(path: Path | None) -> None:
+    """Refuse a file that cannot be written, before the work whose result it is to hold."""
+    refuse(
+        path is not None and (path.is_dir() or not path.absolute().parent.is_dir()),
+        f"{path} cannot be written: it is a folder, or its folder is missing",
+    )
+
+
 def check_picture(plot: Path | None) -> None:
-    """Refuse an unknown format of picture."""
+    """Refuse a picture that cannot be written, by its format or its place."""
+    check_output(plot)
     if plot is not None:
         from clearhead.app.plot import FORMATS
 
@@ -302,6 +311,7 @@ def show_result(
         draw: makes the picture.
         width: columns to use, even where the terminal has fewer.
     """
+    refuse(plot is not None and draw is None, "there is nothing to draw here: leave --plot out")
     if plot is not None and draw is not None:
         from clearhead.app.plot import save
 

@@ -24,7 +24,7 @@ def train(
     features: int = 0,
     k: int = 32,
     tokens: int = 1_000_000,
-    length: int = 128,
+    length: int | None = None,
     batch: int = 2048,
     lr: float = 1e-3,
     precision: Literal["float32", "bfloat16"] = "float32",
@@ -49,7 +49,7 @@ def train(
         features: how many; 0: eight for each dimension that is read
         k: features active per token, on average
         tokens: to learn from; the text is repeated where it has fewer
-        length: tokens of a row
+        length: tokens of a row; default: 128, or as many as the model reads
         batch: tokens of a step
         lr: learning rate, of Adam
         precision: of the matmuls of training; weights are float32
@@ -133,7 +133,7 @@ def show(
     dictionary = load(features)
     m = model()
     dictionary.to(next(m.model.parameters()).device)
-    numbers = [int(number) for number in feature]
+    numbers = [int(number) for number in dict.fromkeys(feature)]
     shown = show_features(m, dictionary, corpus_inputs(m, corpus, text), numbers, top, limit=limit or None)
     columns: dict[str, Column] = {
         "feature": "{.name}",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import clearhead as ch
-from clearhead.app.commands.common import is_gguf_file
+from clearhead.app.commands.common import check_output, is_gguf_file
 from clearhead.app.report import Cell, Column, count, listing, size, table
 from clearhead.app.views import ModelArgument, Prompt, View, drawing
 from clearhead.errors import CheckpointError, refuse
@@ -405,7 +405,7 @@ def lens(
     *,
     target: str | None = None,
     pair: str | None = None,
-    top: int = 5,
+    top: int | None = None,
     position: int = -1,
     contributions: bool = False,
     token: str | None = None,
@@ -419,7 +419,7 @@ def lens(
 
     Args:
         text (TEXT): the text; for a model of images, an image file
-        top: how many of the likeliest tokens to keep
+        top: how many of the likeliest tokens to keep; default: 5
         position: which token's answer to print; -1 is the last
         contributions: show what each head, feed-forward and embedding adds to a token's logit over the mean
         token: of contributions: whose logit (· is a space); default: what the model says
@@ -447,6 +447,11 @@ def lens(
         "--contributions reads no layer through a lens: leave one of the two out",
     )
     refuse(save is not None and not (tuned or jacobian), "--save writes a lens: add --tuned or --jacobian")
+    refuse(
+        contributions and top is not None,
+        "--top counts tokens of each layer, and --contributions shows parts: leave one of the two out",
+    )
+    check_output(save)
     m = model()
     from clearhead.inside import lens as inside
     from clearhead.inside import translators
@@ -461,7 +466,7 @@ def lens(
         own = translators.Translators.load(through) if through else fit(m, tuned or jacobian)
     if own is not None and save is not None:
         own.save(save)
-    seen = inside.lens(m, text, target, pair, top, translators=own)
+    seen = inside.lens(m, text, target, pair, 5 if top is None else top, translators=own)
     parts = [_lens_table(seen, find_column(position, seen.columns))]
     if own is None:
         return View(seen, parts, drawing("prompts:draw_lens", seen))

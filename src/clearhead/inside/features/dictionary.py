@@ -132,6 +132,11 @@ class Dictionary(nn.Module):
 
     def pre(self, x: Tensor) -> Tensor:
         """Return the features before the activation function: [..., D] -> [..., N]."""
+        refuse(
+            x.shape[-1] != self.d_in,
+            f"the dictionary of {self.at} reads {self.d_in} dimensions, and this model gives {x.shape[-1]}: "
+            "it was trained on another model",
+        )
         return x.to(self.W_enc.dtype) @ self.W_enc + self.b_enc
 
     def encode(self, x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clearhead.errors import refuse, refuse_unknown
+from clearhead.errors import refuse, refuse_outside, refuse_seed, refuse_unknown
 from clearhead.inside.features.dictionary import CONFIG, KINDS, Dictionary, Kind, find_taps
 from clearhead.inside.features.report import FeatureReport, measure
 from clearhead.inside.features.streams import Data, Stream, read_rows
@@ -43,6 +43,7 @@ AUX = 1 / 32  # weight of the loss of inactive features
 BANDWIDTH = 0.1  # of JumpReLU: how near its threshold an activation moves it
 SPARSITY = 0.5  # weight of (active / k - 1)², of JumpReLU
 EMA = 0.05  # of the threshold of BatchTopK, at each step: the mean of about twenty
+LENGTH = 128  # tokens of a row
 HELD_OUT = 2**14  # tokens, at most
 STATE = "training.pt"  # next to the dictionary until training is done
 
@@ -73,7 +74,10 @@ class FeaturePlan:
             value = getattr(self, name)
             refuse(value < 1, f"{name} {value} must be 1 or more")
         refuse(self.n_features < 0, f"features {self.n_features} is negative: 0 is eight per dimension")
-        refuse(not self.lr > 0, f"lr {self.lr} must be above 0")
+        refuse_outside("lr", self.lr, 0, open=True)
+        for name in ("warmup", "decay", "inactive"):
+            refuse_outside(name, getattr(self, name), 0, 1)
+        refuse_seed(self.seed)
         refuse(0 < self.n_features < self.k, f"k {self.k} is more than the {self.n_features} features")
 
 
@@ -106,6 +110,7 @@ class Trainer:
             scale = parts.clamp(min=1e-6).repeat_interleave(value.shape[1] // len(taps))
             scaling |= {f"mean_{name}": mean.float(), f"scale_{name}": scale.float()}
         n, d_in, d_out = plan.n_features or 8 * x.shape[1], x.shape[1], y.shape[1]
+        refuse(plan.k > n, f"k {plan.k} is more than the {n} features")
         dictionary = Dictionary(plan.kind, reads, writes, d_in, d_out, n, jump=plan.activation == "jumprelu")
         generator = torch.Generator().manual_seed(plan.seed)
         with torch.no_grad():
@@ -336,7 +341,7 @@ def train_features(
     folder: str | Path | None = None,
     overwrite: bool = False,
     validation: Data | None = None,
-    length: int = 128,
+    length: int | None = None,
     on_progress: OnProgress | None = None,
     **plan: Any,
 ) -> TrainedFeatures:
@@ -351,7 +356,7 @@ def train_features(
         folder: where the dictionary is saved; a run that was stopped goes on from there, with the same bits.
         overwrite: replace a finished dictionary in that folder.
         validation: data to measure on; None: a twentieth of the rows is held out.
-        length: tokens of a row.
+        length: tokens of a row; None: 128, or as many as the model reads.
         on_progress: told (stage, done, total).
         plan: fields of `FeaturePlan`: kind, activation, n_features, k, tokens, batch, lr, precision, seed...
     """
@@ -366,7 +371,8 @@ def train_features(
         folder is not None and (folder / CONFIG).exists() and not unfinished and not overwrite,
         f"{folder} holds a dictionary already: choose another folder, or overwrite",
     )
-    refuse(length < 2, f"length {length} must be 2 or more")
+    refuse_outside("length", 2 if length is None else length, 2, m.max_length)
+    length = min(LENGTH, m.max_length) if length is None else length
     rows = read_rows(m, data, length)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(stated.seed)).tolist()
     held = 0 if validation is not None else max(1, min(len(rows) // 20, HELD_OUT // length))
