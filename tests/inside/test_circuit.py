@@ -278,12 +278,8 @@ def test_the_command(tmp_path, capsys):
     assert "of the way" in capsys.readouterr().out
     assert draw_circuit(Circuit.load(tmp_path / "c.json")).axes
     for more, wanted in {
-        ("abcd",): "give CORRUPT as well",
-        ("abcd", "abcde"): "align",
         ("abcd", "abed", "--path", "0.1 -> 0.0.q"): "name parts in their order",
         ("abcd", "abed", "--path", "9.1 -> logits"): 'part "9.1" is not known',
-        ("abcd", "abed", "--method", "eap", "--metric", "kl"): "no slope",
-        ("abcd", "abed", "--edges", "999"): "this model has 110",
     }.items():
         with pytest.raises(SystemExit):
             main([*args, *more])

@@ -62,6 +62,7 @@ circuit m abcd abed --steps 5 --method eap              | steps are of eap-ig
 circuit m abcd abed --seed -1                           | seed -1 must be
 circuit m abcd abed --position 99                       | no position 99
 circuit m abcd abed --metric kl --method atp            | no slope
+circuit m abcd abed --metric kl --method eap            | no slope
 circuit m abcd abed --metric kl --answer a              | reads no answer
 circuit m abcd abed --metric probability --wrong a      | reads no wrong
 circuit m abcd abed --prompts nowhere.tsv               | no file nowhere.tsv
@@ -175,7 +176,7 @@ def other_forward(block):
 
 FOREIGN = {
     "a subclass": other_class,
-    "a wrapper": lambda block: setattr(block, "attention", torch.compile(block.attention)),
+    "a wrapper": lambda block: setattr(block, "attention", nn.Sequential(block.attention)),
     "a hook": lambda block: block.register_forward_hook(lambda *given: None),
     "a forward": other_forward,
     "a layer": lambda block: setattr(block.attention_residual, "before", nn.LayerNorm(16)),
