@@ -103,6 +103,14 @@ OTHERS = {
     "parallel, two norms": {"parallel": True, "parallel_norms": 2},
     "shared layers": {"layer_groups": 1, "d_embedding": 8},
     "looped layers": {"loop": (1, 2, 2), "n_layers": 6, "positions": "rope"},
+    "hybrids": {
+        **{"positions": "rope", "gated": True, "gate_scale": 1.3, "up_scale": 0.7, "n_layers": 3},
+        "attention": (
+            "hybrid(attention_in=1.2, attention_out=0.8, groups=2, d_state=5, norm=groups, norm_first=True)",
+            "hybrid(3, d_head=4, d_state=5, mixer_in=1.3, mixer_out=0.6, gate_scale=1.2, dt_scale=0.8)",
+            "hybrid(d_state=4, norm=none, v_scale=0.7, k_scale=1.3, q_scale=0.9)",
+        ),
+    },
     "clamped gates": {
         **{"gated": True, "gated_clamp": 0.3, "gated_shift": 0.5, "activation": "quick_gelu"},
         **{"n_experts": 3, "router_bias": True, "attention_sink": True, "window": (4, None)},

@@ -142,7 +142,13 @@ ODD: dict[str, ModelConfig] = {
         input="frames", d_input=6, conv_kernel=5, conv_stride=3, head="tagger", n_classes=2
     ),
 }
-ALL = {**PRESETS, **ODD}
+HYBRIDS = (
+    "hybrid(3, 3, 6, 5, attention_in=1.2, mixer_in=0.9, conv_bias=False)",
+    "hybrid(norm=none, conv_bias=False)",
+)
+SCALED = {"positions": "rope", "gated": True, "gate_scale": 1.3, "up_scale": 0.7, "bias": False}
+HYBRID = small.replace(n_layers=2, attention=HYBRIDS, **SCALED)  # activations are not counted to the byte
+ALL = {**PRESETS, **ODD, "hybrid": HYBRID}
 
 
 def meta_model(config: ModelConfig) -> Transformer:
@@ -334,7 +340,7 @@ def test_the_loss_keeps_log_probabilities() -> None:
 
 def held(cache: Cache, cross: bool = False) -> int:
     layers = cache.cross if cross else cache.layers
-    return sum(x.untyped_storage().nbytes() for keys in layers.values() for x in (keys.k, keys.v))
+    return sum(x.untyped_storage().nbytes() for keys in layers.values() for x in keys.tensors())
 
 
 @pytest.mark.ledger("I1", "M5")
@@ -347,6 +353,7 @@ def held(cache: Cache, cross: bool = False) -> int:
         "value-width",
         "latent",
         "latent-grouped-experts",
+        "hybrid",
         "pruned",
         "pruned-groups",
         "windows",
@@ -355,7 +362,7 @@ def held(cache: Cache, cross: bool = False) -> int:
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_cache_bytes_are_those_that_the_caches_hold(name: str, dtype: str) -> None:
-    config = ODD[name]
+    config = ALL[name]
     model = Transformer(config).to(getattr(torch, dtype)).eval()
     memory = priced(config, dtype).memory
     fixed, growing, ring = (

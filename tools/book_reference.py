@@ -37,6 +37,7 @@ KNOWN_AS = {
     "qwen3_next": "Qwen3-Next",
     "mamba2": "Mamba-2",
     "bamba": "Bamba",
+    "falcon_h1": "Falcon-H1",
     "nemotron_h": "Nemotron-H, Nemotron 3 Nano",
     "lfm2": "LFM2",
     "deepseek_v2": "DeepSeek-V2",

@@ -533,6 +533,7 @@ class Drawn(NamedTuple):
         return self.fields.split()
 
 
+ACTIVATED = "activation gated gated_clamp gated_shift gate_scale up_scale feedforward_skips"
 PICTURES = {
     "size": Drawn(draw_size, "vocab_size d_model n_layers d_ff layer_groups loop"),
     "families": Drawn(
@@ -559,7 +560,7 @@ PICTURES = {
     "scores": Drawn(
         draw_scores, "attention_scale attention_softcap attention_sink qk_norm attention_gate head_gate"
     ),
-    "activations": Drawn(draw_activations, "activation gated gated_clamp gated_shift feedforward_skips"),
+    "activations": Drawn(draw_activations, ACTIVATED),
     "experts": Drawn(
         draw_experts,
         "n_experts n_active_experts d_expert d_shared_expert router_order router_renormalise router_bias "

@@ -56,7 +56,7 @@ BLOCKS = [
 ]
 
 
-RECURRENT = ("gated-delta", "mamba2", "conv")  # for decoders
+RECURRENT = ("gated-delta", "mamba2", "hybrid", "conv")  # for decoders
 HALVES = ("low-rank", "global")  # for encoders
 
 

@@ -320,7 +320,7 @@ def test_any_kinds_in_any_rows_are_their_formula(seed, monkeypatch):
         ch.WindowCache(),
         ch.FixedCache(model.config, len(ids), ids.shape[1], torch.float64),
     ]
-    stateful = any(not kind.masked for kind in model.config.decoder.kinds)
+    stateful = any(kind.stateful for kind in model.config.decoder.kinds)
     with torch.no_grad():
         for cache in caches[
             : 2 if stateful and "documents" in given else 3

@@ -62,6 +62,12 @@ MEMORY = "gated-delta(key_heads=2, value_heads=6, d_key=5, d_value=3)"
 TRACED = {**ODD, "gated-delta": ODD["gated-heads"].replace(attention=("full", MEMORY, "full"))}
 STATES = ("mamba2(6, groups=2, d_head=3, d_state=5)", "none", "conv(2, bias=True)")
 TRACED["state-space"] = ODD["gated-heads"].replace(attention=STATES, feedforward_skips=(2,))
+HYBRIDS = (
+    "hybrid(6, groups=2, d_head=3, d_state=5, attention_out=0.7, norm=groups, norm_first=True, bias=True)",
+    "hybrid(6, groups=2, d_head=3, d_state=5, norm=none, mixer_out=1.2, k_scale=0.3)",
+    "full",
+)
+TRACED["hybrid"] = ODD["clamped"].replace(attention=HYBRIDS, positions="rope", gate_scale=1.3, up_scale=0.7)
 TRACED["latent"] = ODD["gated-heads"].replace(**{**LATENT, **GROUPED_EXPERTS, "attention": "latent(6, 5)"})
 
 

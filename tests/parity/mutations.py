@@ -100,6 +100,10 @@ MSCALE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings"
 LIMITED = {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1}
 MAMBA2 = dict(TEXT, num_heads=4, head_dim=16, state_size=7, n_groups=2, time_step_limit=(0.1, 0.9))
 BAMBA = dict(GROUPED, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=7, attn_layer_indices=[1])
+FALCON_H1 = {
+    **dict(GROUPED, mamba_n_heads=4, mamba_d_head=10, mamba_d_ssm=40, mamba_d_state=7, mamba_rms_norm=True),
+    **dict(mlp_multipliers=[1.4, 0.6], ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.9], key_multiplier=0.7),
+}
 SUBLAYERS = {
     **{name: size for name, size in GROUPED.items() if name != "num_hidden_layers"},
     **{"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"], "head_dim": 8},
@@ -153,6 +157,7 @@ SUBJECTS = {
     "GLM-4-MoE-Lite": Subject("Glm4MoeLite", LATENT),
     "Mamba-2": Subject("Mamba2", MAMBA2),
     "Bamba": Subject("Bamba", BAMBA),
+    "Falcon-H1": Subject("FalconH1", FALCON_H1),
     "Nemotron-H": Subject("NemotronH", SUBLAYERS),
     "LFM2": Subject("Lfm2", LFM2),
     "OPT": Subject("OPT", dict(TEXT, ffn_dim=40, word_embed_proj_dim=32)),

@@ -75,7 +75,13 @@ MOE = {
     **{"moe_shared_expert_intermediate_size": 20, "routed_scaling_factor": 2.5},
     "layers_block_type": ["mlp", "moe", "linear_attention", "moe", "full_attention"],
 }
-RECURRENT = ("Mamba2", "Bamba", "NemotronH", "Lfm2")
+FALCON_H1 = {
+    **dict(GROUPED, mamba_n_heads=4, mamba_d_head=10, mamba_d_ssm=40, mamba_d_state=7, key_multiplier=0.7),
+    **dict(mlp_multipliers=[1.4, 0.6], ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.9], lm_head_multiplier=0.5),
+    **dict(embedding_multiplier=2.5, attention_in_multiplier=1.2, attention_out_multiplier=0.8),
+    **dict(ssm_in_multiplier=0.9, ssm_out_multiplier=1.1),
+}
+RECURRENT = ("Mamba2", "Bamba", "FalconH1", "NemotronH", "Lfm2")
 LFM2 = dict(GROUPED, layer_types=["conv", "full_attention", "conv"], block_multiple_of=12)
 PHI_FACTORS = {"by length": {}, "factor": {"factor": 6.0}, "attention factor": {"attention_factor": 1.2}}
 CASES = {
@@ -409,6 +415,19 @@ CASES = {
             **{"mamba_d_conv": 2, "time_step_limit": (0.1, 0.8), "hidden_size": 40, "mamba_expand": 3},
         },
         "attention first": dict(BAMBA, attn_layer_indices=[0], mamba_conv_bias=False, rope_theta=500.0),
+    },
+    "FalconH1": {
+        "factors": FALCON_H1,
+        "norm before the gate, groups, tied, biases": {
+            **dict(ODD | TIED, mamba_n_heads=6, mamba_d_head="auto", mamba_d_ssm=None, mamba_expand=3),
+            **dict(hidden_size=40, mamba_n_groups=3, mamba_d_state=5, mamba_d_conv=2, attention_bias=True),
+            **dict(mlp_bias=True, mamba_proj_bias=True, projectors_bias=True, mamba_rms_norm=True),
+            **dict(ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.9], mlp_multipliers=[0.7, 1.0]),
+        },
+        "norm after the gate, one group, steps within bounds": {
+            **dict(FALCON_H1, mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_conv_bias=False),
+            **dict(num_key_value_heads=1, rope_theta=500.0, time_step_limit=(0.1, 0.8)),
+        },
     },
     "NemotronH": {
         "one sublayer a block": NEMOTRON_H,

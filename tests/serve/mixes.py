@@ -36,6 +36,7 @@ SHAPES: dict[str, dict] = {
     "linear": {"positions": "none", "attention": ("linear(elu)",)},
     "experts": {"positions": "rope", "n_experts": 4, "n_active_experts": 2},
     "state spaces": {"positions": "none", "attention": ("mamba2(d_state=5)", "conv")},
+    "hybrid": {"positions": "rope", "attention": ("hybrid(d_state=5, attention_in=1.2)", "full")},
     "latent": {**harness.LATENT, **harness.GROUPED_EXPERTS},
     "relative": {"family": "encoder-decoder", "positions": "relative", "norm": "rmsnorm"},
     "translator": {"family": "encoder-decoder", "positions": "sinusoidal"},

@@ -257,8 +257,8 @@ ATTENTIONS: Registry[Any] = Registry(
         **dict.fromkeys(("full", "window", "dilated", "strided", "blocks"), Attention),
         "global": f"{VARIANTS}.global_attention:GlobalAttention",
         **{"linear": f"{VARIANTS}.linear:LinearAttention", "low-rank": f"{VARIANTS}.linear:LowRankAttention"},
-        "gated-delta": f"{VARIANTS}.gated_delta:DeltaLayer",
-        **{"mamba2": f"{VARIANTS}.state_space:Mamba2Layer", "none": f"{VARIANTS}.halves:NoAttention"},
+        **{"gated-delta": f"{VARIANTS}.gated_delta:DeltaLayer", "none": f"{VARIANTS}.halves:NoAttention"},
+        **{"mamba2": f"{VARIANTS}.state_space:Mamba2Layer", "hybrid": f"{VARIANTS}.state_space:HybridLayer"},
         **{"conv": f"{VARIANTS}.recurrent:ShortConvLayer", "latent": f"{VARIANTS}.latent:LatentAttention"},
         "disentangled": f"{VARIANTS}.positions:DisentangledAttention",
     }

@@ -68,9 +68,10 @@ class LayerKV:
         """Forget all but `tokens`, those that a cropped cache still has; slots past them are overwritten."""
 
 
-# For layers that keep a state, or the latest keys, in place of all keys.
+# For layers that keep a state, or the latest keys, in place of all keys; or a state next to them.
+AT = "clearhead.variants.caches"
 STATES: Registry[Any] = Registry(
-    {"state": "clearhead.variants.caches:LayerState", "latest": "clearhead.variants.caches:latest"}
+    {"state": f"{AT}:LayerState", "latest": f"{AT}:latest", "both": f"{AT}:both"}
 )
 
 
@@ -90,7 +91,7 @@ class Cache:
         self.packed = False  # whether the tokens belong to several documents
         self.source: TokenInfo | None = None  # the tokens that cross-attention reads
         self.rings: dict[Kind, TokenInfo] = {}  # the tokens in the ring of each kind, where layers have one
-        self.layers: dict[int, LayerKV] = {}
+        self.layers: dict[int, LayerKV] = {}  # the state that layer n keeps next to its keys is at ~n
         self.cross: dict[int, LayerKV] = {}
         self._count = torch.empty(0, dtype=torch.long)
 
@@ -108,6 +109,8 @@ class Cache:
         """Return the self-attention keys of one layer."""
         if index not in self.layers:
             self.layers[index] = self.policy(index, kind)
+        if kind.masked and kind.stateful:
+            return cast(LayerKV, STATES["both"](self, index))
         return self.layers[index]
 
     def policy(self, index: int, kind: Kind) -> LayerKV:

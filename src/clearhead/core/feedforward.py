@@ -86,11 +86,15 @@ class FeedForward(nn.Module):
 AT = "clearhead.variants"
 # What stands in a block after attention: one feed-forward, several and a router, or nothing.
 FEEDFORWARDS: Registry[Any] = Registry(
-    {"feedforward": FeedForward, "experts": f"{AT}.routing:Experts", "none": f"{AT}.halves:NoFeedForward"}
+    {
+        **{"feedforward": FeedForward, "scaled": f"{AT}.halves:ScaledFeedForward"},
+        **{"experts": f"{AT}.routing:Experts", "none": f"{AT}.halves:NoFeedForward"},
+    }
 )
 
 
 def feedforward_class(spec: StackSpec, layer: int) -> Any:
     """Return the class of the feed-forward part of a layer."""
-    names = spec.feedforwards(layer)
-    return FEEDFORWARDS["none" if not names else "feedforward" if "feedforward" in names else "experts"]
+    names, plain = spec.feedforwards(layer), spec.gate_scale == spec.up_scale == 1
+    one = ("feedforward" if plain else "scaled") if "feedforward" in names else "experts"
+    return FEEDFORWARDS[one if names else "none"]

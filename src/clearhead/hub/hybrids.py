@@ -1,13 +1,13 @@
-"""Decoders with recurrent layers: Mamba-2, Bamba, Nemotron-H and LFM2.
+"""Decoders with recurrent layers: Mamba-2, Bamba, Falcon-H1, Nemotron-H and LFM2.
 
 Mamba-2 has state-space layers alone. Bamba and LFM2 are Llama's tables with state-space layers, or gated
-short convolutions, in place of attention in most layers. Each block of Nemotron-H is one sublayer:
-state-space, attention, a feed-forward, or a mixture of experts.
+short convolutions, in place of attention in most layers; each layer of Falcon-H1 has both. Each block of
+Nemotron-H is one sublayer: state-space, attention, a feed-forward, or a mixture of experts.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clearhead.core.config import ModelConfig
@@ -37,25 +37,25 @@ from clearhead.hub.llama import (
 )
 from clearhead.hub.rope import rope
 from clearhead.hub.rules import EXPERTS, Rule, joined, renamed, same, stack_rules
-from clearhead.variants.kinds import Mamba2Kind, ShortConvKind
+from clearhead.variants.kinds import HybridKind, Mamba2Kind, ShortConvKind
 
 OURS = f"{BLOCK}.attention"
 INFINITY = {"__float__": "Infinity"}  # as transformers writes it
 LIMIT = "time_step_limit"
 
 
-def mixer_rules(theirs: str) -> tuple[Rule, ...]:
+def mixer_rules(theirs: str, ours: str = OURS) -> tuple[Rule, ...]:
     """Return the rules of a Mamba-2 mixer, by the name of their module."""
     rules = (
-        *joined(f"{theirs}.in_proj", [f"{OURS}.{name}" for name in ("gate", "v", "k", "q", "dt")]),
-        Rule(f"{theirs}.conv1d.weight", (f"{OURS}.conv",)),
-        Rule(f"{theirs}.conv1d.bias", (f"{OURS}.conv_bias",)),
-        Rule(f"{theirs}.dt_bias", (f"{OURS}.dt_bias",)),
-        Rule(f"{theirs}.A_log", (f"{OURS}.log_rate",)),
-        Rule(f"{theirs}.D", (f"{OURS}.skip",)),
-        *same({f"{theirs}.norm": f"{OURS}.norm", f"{theirs}.out_proj": f"{OURS}.out"}),
+        *joined(f"{theirs}.in_proj", [f"{ours}.{name}" for name in ("gate", "v", "k", "q", "dt")]),
+        Rule(f"{theirs}.conv1d.weight", (f"{ours}.conv",)),
+        Rule(f"{theirs}.conv1d.bias", (f"{ours}.conv_bias",)),
+        Rule(f"{theirs}.dt_bias", (f"{ours}.dt_bias",)),
+        Rule(f"{theirs}.A_log", (f"{ours}.log_rate",)),
+        Rule(f"{theirs}.D", (f"{ours}.skip",)),
+        *same({f"{theirs}.norm": f"{ours}.norm", f"{theirs}.out_proj": f"{ours}.out"}),
     )
-    return tuple(dataclasses.replace(rule, needs=f"{OURS}.dt_bias") for rule in rules)
+    return tuple(dataclasses.replace(rule, needs=f"{ours}.dt_bias") for rule in rules)
 
 
 def limits_of(theirs: Json) -> tuple[float, float]:
@@ -216,6 +216,90 @@ BAMBA = llama_like(
     ConfigPart(_read_bamba, _write_bamba),
     rules=(
         *mixer_rules(f"{LAYER}.mamba"),
+        *llama_rules(
+            **{"norm": "model.final_layernorm", "gated": "feed_forward.{gate,up,down}_proj"},
+            pre_norms="{input,pre_ff}_layernorm",
+        ),
+    ),
+)
+
+# Falcon-H1: attention and a mixer of the same input in each block, and factors on most of what is computed.
+
+PAIR = ("gate_scale", "up_scale")
+PARTS = ("gate_scale", "v_scale", "k_scale", "q_scale", "dt_scale")  # in the order of ssm_multipliers
+FACTORS = {
+    **{"attention_in": "attention_in_multiplier", "attention_out": "attention_out_multiplier"},
+    **{"mixer_in": "ssm_in_multiplier", "mixer_out": "ssm_out_multiplier"},
+}
+
+
+def numbers(theirs: Json, key: str, names: Sequence[str]) -> dict[str, float]:
+    """Return the numbers of a list by our names; 1 where there is none."""
+    stated = theirs.get(key)
+    stated = [1.0] * len(names) if stated is None else stated
+    fits = isinstance(stated, list) and len(stated) == len(names)
+    fits = fits and all(isinstance(value, int | float) and not isinstance(value, bool) for value in stated)
+    refuse_key(not fits, key, stated, f"supported are {len(names)} numbers")
+    return dict(zip(names, map(float, stated)))
+
+
+def _read_falcon(theirs: Json) -> Json:
+    width, count = theirs.get("mamba_d_head", "auto"), theirs.get("mamba_n_heads", 128)
+    inner = theirs.get("mamba_d_ssm", 1024)
+    if inner is None:
+        inner = theirs.get("mamba_expand", 2) * theirs["hidden_size"]
+    kind = BAMBA_MIXER.read({**theirs, "mamba_d_head": inner // count if width == "auto" else width})
+    other = kind.heads * kind.d_head != inner
+    refuse_key(other, "mamba_d_ssm", inner, f"{kind.heads} heads of {kind.d_head} say otherwise")
+    low, high = limits_of(theirs)
+    norm = bool(theirs.get("mamba_rms_norm", False))
+    values: Json = {**vars(kind), "dt_min": low, "dt_max": high, "norm": "groups" if norm else "none"}
+    values["norm_first"] = norm and bool(theirs.get("mamba_norm_before_gate", True))
+    for ours, key in FACTORS.items():
+        values |= field(key, ours, 1.0).read(theirs)
+    values |= numbers(theirs, "ssm_multipliers", PARTS)
+    bias = bool(theirs.get("projectors_bias", False))
+    refuse_key(bias != kind.bias, "projectors_bias", bias, f"supported is mamba_proj_bias, {kind.bias}")
+    scale = field("key_multiplier", "scale", 1.0).read(theirs)["scale"]
+    pair = numbers(theirs, "mlp_multipliers", PAIR)
+    odd = pair["up_scale"] != 1 and theirs.get("mlp_bias", False)
+    refuse_key(odd, "mlp_multipliers", theirs.get("mlp_multipliers"), "with mlp_bias the second must be 1")
+    own = theirs.get("head_dim") or theirs["hidden_size"] // theirs["num_attention_heads"]
+    return {
+        "attention": str(HybridKind(**values)),
+        "attention_scale": None if scale == 1 else scale * own**-0.5,
+        **pair,
+    }
+
+
+def _write_falcon(config: ModelConfig) -> Json:
+    kind, written = BAMBA_MIXER.write(config)
+    refuse(not isinstance(kind, HybridKind), "no layer has attention next to a state-space layer")
+    assert isinstance(kind, HybridKind)
+    written |= {"mamba_rms_norm": kind.norm != "none", "mamba_norm_before_gate": kind.norm_first}
+    return {
+        **{**written, **written_limits(kind)},
+        **{"mamba_d_ssm": kind.heads * kind.d_head, "projectors_bias": kind.bias},
+        **{key: getattr(kind, ours) for ours, key in FACTORS.items()},
+        "ssm_multipliers": [getattr(kind, part) for part in PARTS],
+        "mlp_multipliers": [config.gate_scale, config.up_scale],
+        "key_multiplier": round(config.main.attention_scale * config.main.d_head**0.5, 15),
+    }
+
+
+FALCON_H1 = llama_like(
+    "falcon_h1",
+    classes("FalconH1", sequence=False, token=False),
+    *shape(None, d_ff=14336, n_kv_heads=8, norm_eps=1e-5, vocab_size=128000, max_positions=8192),
+    ACTIVATION,
+    rope(),
+    *ATTENTION_BIAS,
+    FEEDFORWARD_BIAS,
+    field("embedding_multiplier", "embedding_scale", 1.0),
+    field("lm_head_multiplier", "logit_scale", 1.0),
+    ConfigPart(_read_falcon, _write_falcon),
+    rules=(
+        *mixer_rules(f"{LAYER}.mamba", f"{OURS}.mixer"),
         *llama_rules(
             **{"norm": "model.final_layernorm", "gated": "feed_forward.{gate,up,down}_proj"},
             pre_norms="{input,pre_ff}_layernorm",

@@ -376,7 +376,7 @@ def _check(model: Transformer, cache: bool) -> None:
     """Refuse by name what a graph cannot be."""
     way_out = "run it with clearhead"
     for spec in model.config.stacks:
-        formula = next((kind for kind in spec.kinds if not kind.masked and kind.name != "low-rank"), None)
+        formula = next((kind for kind in spec.kinds if kind.stateful and kind.name != "low-rank"), None)
         refuse(formula, f"attention {formula} goes by chunks, and a graph of any length cannot: {way_out}")
         chosen = next((kind for kind in spec.kinds if kind != FULL and spec is not model.main.spec), None)
         refuse(chosen, f"attention {chosen} in an encoder before a decoder has no graph: {way_out}")
@@ -388,7 +388,7 @@ def _check(model: Transformer, cache: bool) -> None:
         f"{model.config.input}: leave it out",
     )
     refuse(
-        cache and any(not kind.masked for kind in model.main.spec.kinds),
+        cache and any(kind.stateful for kind in model.main.spec.kinds),
         "a layer of this model keeps no keys: leave the cache out",
     )
     weight = next(model.parameters())

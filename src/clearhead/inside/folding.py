@@ -35,6 +35,7 @@ from clearhead.variants.latent import LatentAttention
 from clearhead.variants.positions import DisentangledAttention
 from clearhead.variants.recurrent import RecurrentLayer
 from clearhead.variants.routing import Experts
+from clearhead.variants.state_space import HybridLayer
 
 # The layers of a sublayer that read its input.
 READERS = {
@@ -148,6 +149,8 @@ def _readers(part: nn.Module) -> list[nn.Linear]:
     readers = [layer for name in names if (layer := getattr(part, name, None)) is not None]
     if isinstance(part, LatentAttention) and part.q_down is None:
         readers.append(part.q)
+    if isinstance(part, HybridLayer):
+        readers += _readers(part.mixer)
     if isinstance(part, Experts):
         experts = [*part.experts, *([] if part.shared is None else [part.shared])]
         readers += [layer for expert in experts for layer in _readers(expert)]

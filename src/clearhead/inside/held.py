@@ -296,7 +296,8 @@ class Scores:
 def refuse_unscored(prepared: Prepared, part: str | None = None) -> None:
     """Refuse attention whose scores are no product of a query and a key; None: any of the model's."""
     for attention, kind in names.kinds_of(prepared.m.config).items():
-        unlike = kind.name != "none" and ("scores" in kind.untapped or isinstance(kind, GlobalKind))
+        other = "scores" in kind.untapped or not kind.has_heads or isinstance(kind, GlobalKind)
+        unlike = kind.name != "none" and other
         refuse(
             unlike and part in (None, attention.part),
             f"the scores of attention {attention} ({kind}) are no product of one query and one key, so that "

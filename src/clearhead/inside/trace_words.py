@@ -187,9 +187,9 @@ feedforward.mixed | mix experts | B T D | Σ weight · answer |
 feedforward.shared_gate | gate | B T 1 | x · Ws | How much of the shared expert's answer a token takes.
 feedforward.with_shared | add the shared expert | B T D | mixed + {shared} |
     One expert works for every token, so that the others need not all learn the same.
-feedforward.gate | gate | {rows} {F} | x · Wg{feedforward_bias} |
+feedforward.gate | gate | {rows} {F} | x · Wg{feedforward_bias}{gate_scale} |
     Which of the wide features will be let through.
-feedforward.up | expand | {rows} {F} | x · Wu{feedforward_bias} |
+feedforward.up | expand | {rows} {F} | x · Wu{feedforward_bias}{up_scale} |
     Each token by itself looks for many features, in a wider space.
 feedforward.gate_clamped | clamp | {rows} {F} | min(gate, {clamp}) | Bounds the gate, so that none runs away.
 feedforward.up_clamped | clamp | {rows} {F} | min(max(up, −{clamp}), {clamp}) |
@@ -358,6 +358,16 @@ attention.v | value | B H T {Ev} | latent · Wv | What each token hands over whe
 """
     ),
 }
+KIND_WORDS["hybrid"] = {
+    **{name.replace("attention.", "attention.mixer."): words for name, words in KIND_WORDS["mamba2"].items()},
+    **_table(
+        """
+attention.attended | attended | B T D | x · Wo{out_bias} | Mixes what the heads of attention found.
+attention.mixed | mixed | B T D | mixer(x) | What the state-space layer makes of the same input.
+attention.out | add | B T D | {attention_out} · attended + mixed | Both write to the stream together.
+"""
+    ),
+}
 
 
 def own_words(config: ModelConfig, name: str) -> Mapping[str, Words]:
@@ -426,6 +436,7 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "softcap": config.attention_softcap,
         "logit_softcap": config.logit_softcap,
         "own_bias": " + b" if layer and getattr(spec.kinds[int(layer[1])], "bias", False) else "",
+        "attention_out": f"{getattr(spec.kinds[int(layer[1])], 'attention_out', 1.0) if layer else 1.0:.4g}",
         "qkv_bias": " + b" if config.qkv_bias else "",
         "key_bias": " + b" if config.key_bias else "",
         "out_bias": " + b" if config.attention_out_bias else "",
@@ -433,6 +444,8 @@ def facts_of(config: ModelConfig, name: str, x: Tensor) -> dict[str, Any]:
         "head_bias": " + b" if config.head_bias else "",
         "clamp": config.gated_clamp,
         "shift": f"{config.gated_shift:.4g}",
+        "gate_scale": f", · {config.gate_scale:.4g}" if config.gate_scale != 1 else "",
+        "up_scale": f", · {config.up_scale:.4g}" if config.up_scale != 1 else "",
         "router_bias": " + b" if config.router_bias else "",
         "among": f"{config.n_experts}{groups if config.router_groups > 1 else ''}",
         "n_active": config.n_active_experts,

@@ -87,6 +87,18 @@ class LayerState(LayerKV):
             self.keep(*(part[rows] for part in self.state))
 
 
+class KeysAndState(LayerKV):
+    """What a layer keeps that has both."""
+
+    def __init__(self, keys: LayerKV, state: LayerKV) -> None:
+        self.keys, self.state = keys, state
+
+
+def both(cache: Cache, index: int) -> KeysAndState:
+    """Return the keys of a layer, and the state next to them, which is empty at first."""
+    return KeysAndState(cache.layers[index], cache.layers.setdefault(~index, LayerState()))
+
+
 def latest(tokens: TokenInfo, count: int) -> TokenInfo:
     """Return the last `count` slots, and before them the last real token of each row to count on from.
 

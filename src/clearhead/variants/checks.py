@@ -35,7 +35,7 @@ ABOVE_ZERO = (
     "router_scale",
 )
 PROBABILITIES = ("dropout", "attention_dropout", "embedding_dropout", "feedforward_dropout", "layer_drop")
-GATED = ("gated_clamp", "gated_shift")
+GATED = ("gated_clamp", "gated_shift", "gate_scale", "up_scale")
 MIXTURE = (
     *("router_bias", "router_correction", "router_groups", "n_active_groups", "router_scale"),
     *("d_expert", "d_shared_expert", "shared_expert_gate", "dense_layers"),
@@ -89,8 +89,10 @@ def _given_mistakes(config: Fields) -> Iterator[str]:
     if config.norm_eps <= 0:
         yield f"norm_eps {config.norm_eps} must be above 0: 1e-5 is usual"
     for name in GATED:
-        if not config.gated and getattr(config, name):
+        if not config.gated and getattr(config, name) != getattr(Fields, name):
             yield f"{name} {getattr(config, name)} needs a gate: set gated true, or leave {name} out"
+    if config.n_experts and not config.gate_scale == config.up_scale == 1:
+        yield "gate_scale and up_scale are of one feed-forward: leave them or n_experts out"
     for name in MIXTURE:
         if not config.n_experts and getattr(config, name) != getattr(Fields, name):
             yield f"{name} needs a router: set n_experts, or leave {name} out"

@@ -174,6 +174,7 @@ def tap_names(model: object) -> list[str]:
         blocks = []
         for layer, kind in enumerate(stack.kinds):
             own = [tap for tap in ATTENTION_TAPS if tap not in kind.untapped]
+            own[-1:-1] = kind.also_tapped
             taps = {"attention": own, **({"cross": ATTENTION_TAPS} if stack.cross else {})}
             attention = [f"{part}.{tap}" for part, some in taps.items() for tap in some]
             inner = [f"{part}.{tap}" for part in stack.feedforwards(layer) for tap in FEEDFORWARD_TAPS]

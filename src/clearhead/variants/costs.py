@@ -214,7 +214,7 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
         attention = f"{spec.prefix}blocks.{layer}.{kind}"
         heads, key, value = (seen if kind == "attention" else FULL).kept(spec, attention)
         each = slots * heads * (key + value)
-        total += sum(math.prod(shape) for shape in states) if states else each
+        total += sum(math.prod(shape) for shape in states) + (each if seen.masked or not states else 0)
     return batch * total
 
 

@@ -72,7 +72,7 @@ def call_mistakes(spec: StackSpec, inputs: Inputs, cache: Cache | None) -> Itera
         no = "types were given and the model has no segment embeddings"
         yield f"{no}: leave them out, or build it with n_types"
     yield from integer_mistakes(types, batch, length, "types", spec.n_types, "n_types")
-    scoreless = next((kind for kind in spec.kinds if not kind.masked), None)
+    scoreless = next((kind for kind in spec.kinds if kind.stateful), None)
     for name, given in (("prefix", prefix), ("bias", bias)):
         if given is not None and scoreless is not None:
             yield f"{name} speaks of pairs of tokens, and attention {scoreless} scores none: leave it out"

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -352,9 +352,15 @@ class Mamba2Kind(Recurrent):
     kernel: int = 4  # tokens that the convolution sees
     dt_min: float = 0.0  # a step, the strength of a write, is at least this
     dt_max: float = math.inf  # and at most this
-    norm: Literal["all", "groups"] = "all"  # the gated norm is over all heads, or over those of each group
+    norm: Literal["all", "groups", "none"] = "all"  # over all heads, or those of each group, after the gate
+    norm_first: bool = False  # before the gate
     bias: bool = False  # in the linear layers
     conv_bias: bool = True
+    gate_scale: float = 1.0  # what each layer computes of a token is multiplied by its number
+    v_scale: float = 1.0
+    k_scale: float = 1.0
+    q_scale: float = 1.0
+    dt_scale: float = 1.0
 
     def sizes(self, spec: StackSpec) -> tuple[int, int]:
         """Return the number of heads and their width; the stack's own where the kind says 0."""
@@ -376,6 +382,38 @@ class Mamba2Kind(Recurrent):
             yield f"{name} has {heads} heads, no multiple of its {self.groups} groups: set heads or groups"
         if not 0 <= self.dt_min <= self.dt_max:
             yield f"{name} has dt_min {self.dt_min} and dt_max {self.dt_max}: raise dt_max"
+        if self.norm == "none" and self.norm_first:
+            yield f"{name} has no norm to come first: choose norm all or groups, or leave norm_first out"
+
+
+@dataclass(frozen=True)
+class HybridKind(Mamba2Kind):
+    """Every key, and a Mamba-2 mixer of the same input; both are added (Falcon-H1).
+
+    A cache keeps keys and the mixer's state.
+    """
+
+    name = "hybrid"
+    masked = stateful = True
+    untapped: ClassVar[tuple[str, ...]] = ()
+    also_tapped = ("mixer.q", "mixer.k", "mixer.v", "mixer.z", "mixer.out")
+    attention_in: float = 1.0  # the input of attention is multiplied by it
+    attention_out: float = 1.0  # what attention adds is multiplied by it
+    mixer_in: float = 1.0  # the same of the mixer
+    mixer_out: float = 1.0
+
+    def sees_all(self, length: int) -> bool:
+        """Return True."""
+        return True
+
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
+        """Yield what is wrong; see `Kind`."""
+        yield from super().mistakes(config, stack, layer)
+        name = self.of_layer(layer)
+        if config.attention_gate:
+            yield f"{name} has a gate in its mixer: leave attention_gate out"
+        if stack.capacities[layer] < 1:
+            yield f"{name} keeps keys and a state, for every token: leave depth_capacity out"
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,22 @@ V width of a head, N chunks of C tokens, W width of the convolution's input, 2·
 
 import math
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from clearhead.core.attention import Attention
+from clearhead.core.cache import LayerKV
 from clearhead.core.config import StackSpec
 from clearhead.core.config.kinds import Kind
 from clearhead.core.dtypes import uncast, wide
+from clearhead.core.masks import View
 from clearhead.core.norms import RMSNorm, rms_norm
 from clearhead.core.taps import SILENT, Tap
-from clearhead.variants.kinds import Mamba2Kind
+from clearhead.variants.caches import KeysAndState
+from clearhead.variants.kinds import HybridKind, Mamba2Kind
 from clearhead.variants.linear import CHUNK, matmul
 from clearhead.variants.recurrent import (
     RecurrentLayer,
@@ -30,7 +35,7 @@ from clearhead.variants.recurrent import (
     convolve,
     decays,
 )
-from clearhead.variants.steps import Pass, Step, linear_step
+from clearhead.variants.steps import Pass, Step, attention_steps, linear_step
 
 LARGEST_RATE = 16.0  # fresh decay rates are uniform up to here
 FRESH_STEPS = (0.001, 0.1)  # fresh steps dt lie between, evenly by their logarithm
@@ -122,7 +127,8 @@ class Mamba2(nn.Module):
         self.dt_bias = nn.Parameter(steps + (-torch.expm1(-steps)).log())  # softplus of it is the step
         self.log_rate = nn.Parameter(torch.empty(heads).uniform_(1, LARGEST_RATE).log())
         self.skip = nn.Parameter(torch.ones(heads))
-        self.norm = RMSNorm(values, eps, bias=False, unit_offset=False)
+        normed = kind.norm != "none"
+        self.norm = RMSNorm(values, eps, bias=False, unit_offset=False) if normed else None
         self.out = nn.Linear(values, d_model, bias=kind.bias)
 
     def forward(
@@ -140,7 +146,12 @@ class Mamba2(nn.Module):
         calls, and is updated.
         """
         B, T, _ = x.shape
-        mixed = [tap.step(f"{n}_projected", part(x)) for n, part in zip("vkq", (self.v, self.k, self.q))]
+
+        def made(name: str) -> Tensor:
+            y, scale = getattr(self, name)(x), getattr(self.kind, f"{name}_scale")
+            return cast(Tensor, y if scale == 1 else y * scale)
+
+        mixed = [tap.step(f"{name}_projected", made(name)) for name in "vkq"]
         convolved, starts = convolve(
             torch.cat(mixed, dim=-1), self.conv, real, documents, state, self.conv_bias
         )
@@ -150,7 +161,7 @@ class Mamba2(nn.Module):
         q, k, v = tap("q", q), tap("k", k), tap("v", v)  # B K T E, B K T E, B H T V
 
         # Contiguous, since a compiled graph is wrong about the layout of softplus' gradient.
-        dt = F.softplus(wide(self.dt(x)).transpose(1, 2).contiguous() + wide(self.dt_bias)[:, None])
+        dt = F.softplus(wide(made("dt")).transpose(1, 2).contiguous() + wide(self.dt_bias)[:, None])
         if (self.kind.dt_min, self.kind.dt_max) != (0.0, math.inf):
             dt = dt.clamp(self.kind.dt_min, self.kind.dt_max)
         if real is not None:
@@ -161,12 +172,18 @@ class Mamba2(nn.Module):
         if state is not None:
             state.memory = memory.detach()
         z = tap("z", z + v * self.skip[:, None, None].to(v.dtype)).transpose(1, 2)  # B T H V
-        gate = tap.step("gate", self.gate(x))
-        y = wide(z.reshape(B, T, -1)) * F.silu(wide(gate))
+        gate = F.silu(wide(tap.step("gate", made("gate"))))
+        y, first = wide(z.reshape(B, T, -1)), self.kind.norm_first
+        y = self._normed(y) * gate if first else self._normed(y * gate)
+        return tap("out", self.out(tap.step("concat", y.to(x.dtype))))
+
+    def _normed(self, y: Tensor) -> Tensor:
+        """Norm all heads, or those of each group: [B, T, H·V] -> the same."""
+        if self.norm is None:
+            return y
         groups = self.n_groups if self.kind.norm == "groups" else 1
         scale = self.norm.weight.view(groups, -1)
-        y = rms_norm(y.view(B, T, groups, -1), scale, self.norm.eps, False).view(y.shape).to(x.dtype)
-        return tap("out", self.out(tap.step("concat", y)))
+        return rms_norm(y.view(*y.shape[:2], groups, -1), scale, self.norm.eps, False).flatten(2)
 
 
 class Mamba2Layer(RecurrentLayer, Mamba2):  # type: ignore[misc]
@@ -181,6 +198,50 @@ class Mamba2Layer(RecurrentLayer, Mamba2):  # type: ignore[misc]
         """Yield the steps on rows of T tokens."""
         assert isinstance(kind, Mamba2Kind)
         yield from mamba2_steps(run, name, T, spec.d_model, kind, *kind.sizes(spec))
+
+
+class HybridLayer(Attention):
+    """Attention and a Mamba-2 mixer of the same input, added; see `HybridKind`."""
+
+    def __init__(self, spec: StackSpec, name: str, kind: Kind) -> None:
+        assert isinstance(kind, HybridKind)
+        super().__init__(spec, name)
+        self.kind, self.mixer = kind, Mamba2Layer(spec, name, kind)
+
+    def forward(
+        self,
+        x: Tensor,
+        view: View,
+        memory: Tensor | None = None,
+        layer_kv: LayerKV | None = None,
+        tap: Tap = SILENT,
+    ) -> Tensor:
+        """Map [B, T, D] -> [B, T, D]."""
+        keys, state = (layer_kv.keys, layer_kv.state) if isinstance(layer_kv, KeysAndState) else (None, None)
+        kind = self.kind
+        attended = super().forward(_scaled(x, kind.attention_in), view, None, keys, tap)
+        mixed = self.mixer(_scaled(x, kind.mixer_in), view, None, state, tap.part("mixer"))
+        mixed = tap.step("mixed", _scaled(mixed, kind.mixer_out))
+        return tap("out", _scaled(attended, kind.attention_out) + mixed)
+
+    def output(self, z: Tensor, x: Tensor, tap: Tap) -> Tensor:
+        """Join what the heads found: [B, H, T, E] -> [B, T, D]."""
+        z = tap("z", z).transpose(1, 2).flatten(2)  # B T H·E
+        return tap.step("attended", self.out(tap.step("concat", z)))
+
+    @staticmethod
+    def steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Kind) -> Iterator[Step]:
+        """Yield the steps on rows of T tokens."""
+        assert isinstance(kind, HybridKind)
+        for part, scale in (("attended", kind.attention_in), ("mixed", kind.mixer_in)):
+            if scale != 1:  # a copy of the input
+                yield Step(f"{name}.{part}", "attention", kept=run.batch * T * spec.d_model * run.size)
+        yield from attention_steps(spec, run, name, T, T, kind, "attention")
+        yield from mamba2_steps(run, f"{name}.mixer", T, spec.d_model, kind, *kind.sizes(spec))
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
 
 
 def mamba2_steps(
@@ -209,5 +270,6 @@ def mamba2_steps(
         yield Step(f"{name}.{part}", "attention", 0, 0, m, n, k, run.batch * count, gradients, kept)
     yield Step(f"{name}.skip", "attention", H, kept=rows * values * size)
     yield linear_step(f"{name}.gate", "attention", rows, D, values, kind.bias, kept=3 * rows * values * size)
-    yield Step(f"{name}.norm", "norms", values, kept=2 * rows * values * size)
+    if kind.norm != "none":
+        yield Step(f"{name}.norm", "norms", values, kept=2 * rows * values * size)
     yield linear_step(f"{name}.out", "attention", rows, values, D, kind.bias, kept=rows * values * run.size)

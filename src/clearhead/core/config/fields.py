@@ -122,6 +122,8 @@ class StackFields:
     # gated: before the activation the gate is at most this, and what it multiplies lies within -this and this
     gated_clamp: float | None = None
     gated_shift: float = 0.0  # gated: added to what the gate multiplies, after the clamp
+    gate_scale: float = 1.0  # gated: the gate is multiplied by it, before its activation
+    up_scale: float = 1.0  # gated: what the gate multiplies is multiplied by it
     n_experts: int = 0  # 0: one feed-forward; else a mixture of them
     n_active_experts: int = 2  # how many each token visits
     # softmax over the chosen, or over all; or a sigmoid of each

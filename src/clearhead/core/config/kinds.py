@@ -11,6 +11,7 @@
     gated-delta              a memory that forgets and corrects itself (Gated DeltaNet)
     latent(64)               every key, made of a latent of width 64, which a cache keeps (DeepSeek)
     mamba2(8, d_state=64)    a memory that decays by a scalar of each head: a state-space layer (Mamba-2)
+    hybrid(8, d_state=64)    every key, and next to it a state-space layer of the same input (Falcon-H1)
     conv(3)                  a short convolution between two gates (LFM2)
     none                     nothing: the block has a feed-forward alone
 
@@ -43,8 +44,14 @@ class Kind:
     both_sides: ClassVar[bool] = False  # it needs later tokens too: it is for encoders
     patterned: ClassVar[bool] = True  # each query has shares of the tokens, which a picture can show
     untapped: ClassVar[tuple[str, ...]] = ()  # activations of attention that it does not have
+    also_tapped: ClassVar[tuple[str, ...]] = ()  # activations of attention that it alone has
     bounded: ClassVar[bool] = False  # it has weights for each position: none past max_positions can be read
     state_begins: ClassVar[tuple[float, ...]] = ()  # what fills each tensor of a state at first, if not 0
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a cache keeps a state of all earlier tokens, in place of keys or next to them."""
+        return not self.masked
 
     @property
     def reach(self) -> int | None:
@@ -169,7 +176,7 @@ VARIANTS = "clearhead.variants.kinds"
 OTHERS = {
     **{"dilated": "Dilated", "strided": "Strided", "blocks": "Blocks", "global": "GlobalKind"},
     **{"linear": "LinearKind", "low-rank": "LowRank", "gated-delta": "GatedDeltaKind", "latent": "Latent"},
-    **{"mamba2": "Mamba2Kind", "conv": "ShortConvKind", "none": "NoKind"},
+    **{"mamba2": "Mamba2Kind", "hybrid": "HybridKind", "conv": "ShortConvKind", "none": "NoKind"},
 }
 # By the name that a config gives them, such as "window(128)", which `variants.checks.read_kind` takes apart.
 KINDS: Registry[type[Kind]] = Registry(

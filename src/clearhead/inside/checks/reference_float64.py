@@ -32,6 +32,7 @@ from clearhead.variants.kinds import (
     Dilated,
     GatedDeltaKind,
     GlobalKind,
+    HybridKind,
     Latent,
     LinearKind,
     LowRank,
@@ -214,10 +215,13 @@ def state_space(inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: Mam
     """Read a row from left to right into a memory that decays (Mamba-2): [T, D] -> [T, D]."""
     (H, V), E, K = kind.sizes(row.plan), kind.d_state, kind.groups
     real = [t for t, is_real in enumerate(row.real) if is_real]
-    mixed = torch.cat([inputs.linear(f"{name}.{part}", x[real]) for part in "vkq"], dim=1)
-    mixed = silu(convolved(inputs, name, mixed))
+
+    def made(part: str) -> Tensor:
+        return inputs.linear(f"{name}.{part}", x[real]) * float(getattr(kind, f"{part}_scale"))
+
+    mixed = silu(convolved(inputs, name, torch.cat([made(part) for part in "vkq"], dim=1)))
     v, k, q = mixed[:, : H * V], mixed[:, H * V : H * V + K * E], mixed[:, H * V + K * E :]
-    dt = (inputs.linear(f"{name}.dt", x[real]) + inputs.weight(f"{name}.dt_bias")).exp().log1p()  # T H
+    dt = (made("dt") + inputs.weight(f"{name}.dt_bias")).exp().log1p()  # T H
     dt = torch.where(dt < kind.dt_min, kind.dt_min, torch.where(dt > kind.dt_max, kind.dt_max, dt))
     kept, skip = (-inputs.weight(f"{name}.log_rate").exp() * dt).exp(), inputs.weight(f"{name}.skip")
     v, heads = v.reshape(-1, H, V), [head * K // H for head in range(H)]
@@ -227,13 +231,15 @@ def state_space(inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: Mam
         write = k[t, :, :, None] * v[t, :, None] * dt[t, :, None, None]
         memory = memory * kept[t, :, None, None] + write
         found[t] = ((q[t, :, :, None] * memory).sum(1) + skip[:, None] * v[t]).flatten()
-    found = found * silu(inputs.linear(f"{name}.gate", x[real]))
+    gate = silu(made("gate"))
+    found = found * (1.0 if kind.norm_first else gate)
     width = H * V // (K if kind.norm == "groups" else 1)
-    for start in range(0, H * V, width):
+    for start in range(0, H * V, width) if kind.norm != "none" else ():
         own = slice(start, start + width)
         found[:, own] /= ((found[:, own] ** 2).mean(1, keepdim=True) + inputs.config.norm_eps) ** 0.5
     answers = torch.zeros(len(x), H * V).double()
-    answers[real] = found * inputs.weight(f"{name}.norm.weight")
+    weight = 1.0 if kind.norm == "none" else inputs.weight(f"{name}.norm.weight")
+    answers[real] = found * weight * (gate if kind.norm_first else 1.0)
     return inputs.linear(f"{name}.out", answers)
 
 
@@ -393,6 +399,10 @@ class Reference(ReferenceInputs):
         kind = FULL if memory is not None else row.plan.kinds[layer]
         if isinstance(kind, GatedDeltaKind):
             return delta_rule(self, name, row, kind, x)
+        if isinstance(kind, HybridKind):
+            mixed = state_space(self, f"{name}.mixer", row, kind, x * kind.mixer_in) * kind.mixer_out
+            z = self.attended(name, layer, row, None, x * kind.attention_in, FULL)
+            return self.linear(f"{name}.out", z) * kind.attention_out + mixed
         if isinstance(kind, Mamba2Kind):
             return state_space(self, name, row, kind, x)
         if isinstance(kind, ShortConvKind):
@@ -491,6 +501,7 @@ class Reference(ReferenceInputs):
         activation, up = ACTIVATIONS[self.config.activation], self.linear(f"{name}.up", x)
         if self.config.gated:
             gate, most = self.linear(f"{name}.gate", x), self.config.gated_clamp or torch.inf
+            gate, up = gate * self.config.gate_scale, up * self.config.up_scale
             gate, up = torch.where(gate > most, most, gate), up.sign() * up.abs().clamp(max=most)
             return self.linear(f"{name}.down", activation(gate) * (up + self.config.gated_shift))
         return self.linear(f"{name}.down", activation(up))

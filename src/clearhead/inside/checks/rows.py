@@ -42,6 +42,7 @@ from clearhead.learn.training.state import (
     snapshot,
 )
 from clearhead.run.api import Model, load
+from clearhead.run.generate.decode import steps_back
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.layers import quantized_parts
@@ -240,7 +241,7 @@ def forward_rows(inputs: Inputs) -> list[Comparison]:
             "cached = recomputed (cropped)",
             "a cache cropped to half, and continued, with one pass over all",
             _cropped,
-            fits=inputs.caches and several and all(kind.masked for kind in inputs.model.main.spec.kinds),
+            fits=inputs.caches and several and steps_back(inputs.model),
         ),
         row(
             "fast copy = model",

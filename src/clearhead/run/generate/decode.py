@@ -440,7 +440,7 @@ def prefill_right(model: Transformer, prompts: abc.Sequence[abc.Sequence[int]], 
 
 def steps_back(model: Transformer) -> bool:
     """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
-    return all(kind.masked for kind in model.config.main.kinds)
+    return not any(kind.stateful for kind in model.config.main.kinds)
 
 
 def slides(model: Transformer, request: Request, prompts: Prompts) -> bool:

@@ -55,11 +55,11 @@ class FixedCache(Cache):
             block = f"{spec.prefix}blocks.{layer}"
             if kind.masked:
                 self.layers[layer] = FixedKV(self, kind, room(f"{block}.attention", kind, capacity))
-            else:
+            if kind.stateful:
                 shapes = [(batch, *shape) for shape in spec.state_shapes(layer)]
                 begins = kind.state_begins or (0.0,) * len(shapes)
                 states = [torch.full(*each, dtype=wide, device=device) for each in zip(shapes, begins)]
-                self.layers[layer] = LayerState(states, begins)
+                self.layers[~layer if kind.masked else layer] = LayerState(states, begins)
             if source and spec.cross:
                 self.cross_layer(layer).update(*room(f"{block}.cross", FULL, source))
         if source and spec.cross:

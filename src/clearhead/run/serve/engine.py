@@ -97,7 +97,7 @@ class ServeEngine:
         self.pooling = PoolingQueue(sys.maxsize if weight.is_cuda else CHARACTERS)
         self.generates = spec.causal and m.config.head == "lm" and not self.hears
         # A layer that keeps a state has nothing that a later prompt could take up.
-        self.shares = self.generates and all(kind.masked for kind in spec.kinds)
+        self.shares = self.generates and not any(kind.stateful for kind in spec.kinds)
         self.speculation = Speculation(m, self.limits, draft)
         self.pool = None
         refuse(

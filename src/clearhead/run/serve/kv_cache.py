@@ -27,7 +27,7 @@ from clearhead.core.config.kinds import FULL, Kind
 from clearhead.core.masks import TokenInfo
 from clearhead.run.kernels.fixed_cache import FixedKV
 from clearhead.run.quant.cache import rounded, widened
-from clearhead.variants.caches import LayerState
+from clearhead.variants.caches import KeysAndState, LayerState
 
 
 @dataclass(frozen=True)
@@ -463,11 +463,13 @@ class PagedCache(Cache):
     def layer(self, index: int, kind: Kind) -> LayerKV:
         """Return the keys of one layer, or the state of each chunk."""
         if not kind.masked:
-            return LayerState(
-                chunks=[chunk.seq.states.setdefault(index, LayerState()) for chunk in self.chunks]
-            )
+            return self._state(index)
         parts = self.pool.layers[index]
-        return FixedKV(self, kind, parts) if len(parts) == 2 else PagedInt8KV(self, kind, parts)
+        keys = FixedKV(self, kind, parts) if len(parts) == 2 else PagedInt8KV(self, kind, parts)
+        return KeysAndState(keys, self._state(~index)) if kind.stateful else keys
+
+    def _state(self, index: int) -> LayerState:
+        return LayerState(chunks=[chunk.seq.states.setdefault(index, LayerState()) for chunk in self.chunks])
 
     def cross_layer(self, index: int) -> LayerKV:
         """Return the keys of sources; those of a source that is being read are written into the pool."""
