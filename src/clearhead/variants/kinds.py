@@ -295,7 +295,7 @@ class Recurrent(Kind):
 
     shares = has_heads = False
     masked = patterned = False
-    untapped = ("scores", "pattern")
+    untapped: ClassVar[tuple[str, ...]] = ("scores", "pattern")
 
     def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
         """Yield what is wrong; see `Kind`."""
@@ -395,7 +395,7 @@ class HybridKind(Mamba2Kind):
 
     name = "hybrid"
     masked = stateful = True
-    untapped: ClassVar[tuple[str, ...]] = ()
+    untapped = ()
     also_tapped = ("mixer.q", "mixer.k", "mixer.v", "mixer.z", "mixer.out")
     attention_in: float = 1.0  # the input of attention is multiplied by it
     attention_out: float = 1.0  # what attention adds is multiplied by it

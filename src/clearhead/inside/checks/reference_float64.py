@@ -231,15 +231,14 @@ def state_space(inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: Mam
         write = k[t, :, :, None] * v[t, :, None] * dt[t, :, None, None]
         memory = memory * kept[t, :, None, None] + write
         found[t] = ((q[t, :, :, None] * memory).sum(1) + skip[:, None] * v[t]).flatten()
-    gate = silu(made("gate"))
-    found = found * (1.0 if kind.norm_first else gate)
+    found = found * (1.0 if kind.norm_first else silu(made("gate")))
     width = H * V // (K if kind.norm == "groups" else 1)
     for start in range(0, H * V, width) if kind.norm != "none" else ():
         own = slice(start, start + width)
         found[:, own] /= ((found[:, own] ** 2).mean(1, keepdim=True) + inputs.config.norm_eps) ** 0.5
     answers = torch.zeros(len(x), H * V).double()
     weight = 1.0 if kind.norm == "none" else inputs.weight(f"{name}.norm.weight")
-    answers[real] = found * weight * (gate if kind.norm_first else 1.0)
+    answers[real] = found * weight * (silu(made("gate")) if kind.norm_first else 1.0)
     return inputs.linear(f"{name}.out", answers)
 
 
