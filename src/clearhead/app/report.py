@@ -115,7 +115,7 @@ def cost_table(figures: ch.Cost, name: str) -> Table:
     title = f"{name}: {figures.length} tokens, batch {figures.batch}, {figures.dtype}"
     learning = "to train: AdamW, with weights, gradients and moments in float32"
     half = figures.dtype in ("bfloat16", "float16")
-    caption = f"{learning}, products in {figures.dtype} (train.precision)" if half else learning
+    caption = f"{learning}, matmuls in {figures.dtype} (train.precision)" if half else learning
     headings = ("part", ">parameters", ">FLOPs forward", ">FLOPs training", ">activations")
     return table(title, headings, rows, caption)
 

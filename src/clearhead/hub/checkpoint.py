@@ -396,7 +396,7 @@ def matching_rules(model: Transformer, architecture: Architecture) -> Iterator[R
 
 
 def more(names: Collection[str]) -> str:
-    """Say how many names there are beside the first."""
+    """Say how many names there are besides the first."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
@@ -496,7 +496,7 @@ def export_state(model: Transformer, architecture: Architecture) -> dict[str, Ru
     return rules
 
 
-# Files beside the weights -----------------------------------------------------------------------------------
+# Files next to the weights ---------------------------------------------------------------------------------
 
 
 GENERATION = "generation_config.json"
@@ -505,7 +505,7 @@ GENERATION = "generation_config.json"
 def read_tokenizer_and_settings(
     path: Path, description: Description, tokenizer: str | Path | None
 ) -> dict[str, Any]:
-    """Return the fields of a `Bundle` that are read from files beside the weights, by name.
+    """Return the fields of a `Bundle` that are read from files next to the weights, by name.
 
     `tokenizer` names one that lies elsewhere. Of a tower, the files are those of both.
     """

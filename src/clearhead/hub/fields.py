@@ -302,7 +302,7 @@ LABELS = ConfigPart(lambda config_json: {}, _write_labels)
 
 
 def count_labels(config_json: Json) -> int:
-    """Return how many classes config.json states; beside placeholder names, num_labels decides."""
+    """Return how many classes config.json states; with placeholder names, num_labels decides."""
     names, stated = config_json.get("id2label"), config_json.get("num_labels")
     placeholders = names is not None and all(name == f"LABEL_{index}" for index, name in names.items())
     if names and not (placeholders and isinstance(stated, int)):

@@ -1,4 +1,4 @@
-"""OpenAI's own layout of Whisper: one .pt file of sizes and tensors, and a vocabulary beside the package.
+"""OpenAI's own layout of Whisper: one .pt file of sizes and tensors, and a vocabulary next to the package.
 
 `unpack` writes such a file as a Hugging Face directory, with the tokenizer, the rules of decoding and the
 settings of the spectrogram that belong to it.
@@ -77,7 +77,7 @@ FRAME_SECONDS, CHUNK = 0.02, 30  # of one encoder position; of one window
 LETTERS = '"#()*+/:;<=>@[\\]^_`{|}~「」『』'
 GROUPS = "<< >> <<< >>> -- --- -( -[ (' (\" (( )) ((( ))) [[ ]] {{ }} ♪♪ ♪♪♪"
 MUSIC = "♩♪♫♬♭♮♯"  # of these the first token alone is enough
-OFFICIAL = 51765  # tokens of a vocabulary beside its languages and the one that multilingual files have more
+OFFICIAL = 51765  # tokens of a vocabulary besides its languages and the one that multilingual files have more
 
 
 def unpack(source: Path, vocabulary: Path | None, folder: Path) -> None:

@@ -240,7 +240,7 @@ FAMILIES: dict[str, Callable[[PieceModel, Settings], Tokenizer]] = {
 }
 
 
-UNUSED = ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")  # CamemBERT's, beside those that are used
+UNUSED = ("<s>NOTUSED", "</s>NOTUSED", "<unk>NOTUSED")  # CamemBERT's, besides those that are used
 # What comes before the pieces of the file, and how many of those are left out.
 FAIRSEQ_FIRST = {
     "XLMRoberta": (("<s>", "<pad>", "</s>", "<unk>"), 3),

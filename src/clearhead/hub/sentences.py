@@ -510,7 +510,7 @@ def write_sentences(folder: Path, sentences: Sentences, d_model: int) -> None:
     """Write the files that `read_sentences` and sentence-transformers read; with markers, PyLate's."""
     splade, late = sentences.splade, sentences.late
     first, name, layers = "Transformer", TOKENS if late else NAME, list(sentences.layers)
-    own: list[tuple[str, str, dict[str, Any]]] = []  # modules beside layers: folder, type, config.json
+    own: list[tuple[str, str, dict[str, Any]]] = []  # modules besides layers: folder, type, config.json
     reads: dict[str, Any] = {"max_seq_length": sentences.max_length, "do_lower_case": sentences.lowercase}
     named: dict[str, Any] = {}
     if sentences.prompts:

@@ -73,7 +73,7 @@ T5_SHAPE: tuple[ConfigPart, ...] = (
 def feedforward(default: str) -> ConfigPart:
     """Return the part for the activation and its gate; `default` is feed_forward_proj where it is absent.
 
-    Newer files state the two beside feed_forward_proj, and these decide.
+    Newer files state the two next to feed_forward_proj, and these decide.
     """
 
     def read(theirs: Json) -> Json:

@@ -33,7 +33,7 @@ SPEECH = "WhisperTokenizer"
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Read tokenizer_config.json, and the files beside it that override it: special tokens, chat templates.
+    """Read tokenizer_config.json, and the files next to it that override it: special tokens, chat templates.
 
     special_tokens_map.json counts only where tokenizer_config.json has no `added_tokens_decoder`.
     """

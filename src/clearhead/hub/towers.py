@@ -1,4 +1,4 @@
-"""Directories of two towers, read and written: each tower as any model, and what joins them beside it."""
+"""Directories of two towers, read and written: each tower as any model, and what joins them next to it."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -334,7 +334,7 @@ def from_json(folder: Path, stated: Tokenizer, settings: Settings) -> Tokenizer:
     }
     frame = stated.post_processor
     pieces = from_folder(folder, settings) if kind == "Siglip" else None
-    if pieces is not None:  # its class reads the SentencePiece file, whatever stands beside it
+    if pieces is not None:  # its class reads the SentencePiece file, whatever stands next to it
         return pieces
     if not CLASSES.get(kind, UNKNOWN_CLASS).units:
         _check_claims(folder, stated, kind, settings)
@@ -477,7 +477,7 @@ def _marian(folder: Path, settings: Settings) -> Tokenizer:
 def completed(
     folder: Path, tokenizer: Tokenizer, kind: str, settings: Settings, stated: Tokenizer | None = None
 ) -> Tokenizer:
-    """Add the tokens that files name beside the vocabulary, and put special tokens around each text."""
+    """Add the tokens that files name besides the vocabulary, and put special tokens around each text."""
     special = special_tokens(settings, kind)
     known = CLASSES.get(kind, UNKNOWN_CLASS)
     around = known.around or ((known.template or ("",))[0].replace("$A", "").split())

@@ -110,7 +110,7 @@ def open_weights(folder: Path, mapped: bool = True) -> dict[str, Entry]:
 
 
 def open_tensors(folder: Path, stem: str) -> dict[str, Entry]:
-    """Return what `write_tensors` wrote beside a model: mapped, in one file or several."""
+    """Return what `write_tensors` wrote next to a model: mapped, in one file or several."""
     tensors = _opened(folder, f"{stem}.safetensors", index_of(stem), open_safetensors)
     if tensors is None:
         raise CheckpointError(f"{folder} holds no {stem}.safetensors and no {index_of(stem)}")

@@ -107,7 +107,7 @@ class Model(Bundle):
             num_return: how many of the best beams to give.
             on_text: called with the row's number and its new text as soon as that is final.
             cancel: an event, or a function asked after each token: once set, or True, every row ends.
-            draft: a smaller model with the same vocabulary that guesses tokens; the distribution is the same.
+            draft: a smaller model of the same vocabulary that proposes tokens; the distribution is the same.
             options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
         """
         asked = {"max_new_tokens": max_new_tokens, "num_return": num_return, **options}
@@ -393,8 +393,8 @@ def load(
         refuse(rounding is not None, f"{path} has two towers: they are not quantized; load {path / 'text'}")
         joined = load_towers(path, cast, mapped, check_finite).to(place)
         described = joined.description.tower("text")
-        beside = read_tokenizer_and_settings(path, described, tokenizer)
-        return Model(joined.text, description=described, folder=path, towers=joined, **beside)
+        settings = read_tokenizer_and_settings(path, described, tokenizer)
+        return Model(joined.text, description=described, folder=path, towers=joined, **settings)
     images = None
     if has_images(path):
         model, description, images = load_with_images(path, cast, mapped, check_finite)
@@ -403,9 +403,9 @@ def load(
         model, description = checkpoint.load_model(
             path, checkpoint.describe(path), cast, mapped, check_finite=check_finite
         )
-    beside = read_tokenizer_and_settings(path, description, tokenizer)
+    settings = read_tokenizer_and_settings(path, description, tokenizer)
     model = model if place.type == "cpu" else model.to(place)
-    parts = {"description": description, "image_encoder": images, **beside}
+    parts = {"description": description, "image_encoder": images, **settings}
     return Model(rounded(model, rounding), folder=path, **parts)
 
 
@@ -414,5 +414,5 @@ def open_empty(
 ) -> tuple[Model, checkpoint.Unread]:
     """Return the model of a directory with parameters on the meta device, and its weights, still on disk."""
     model, description, unread = checkpoint.open_model(folder, checkpoint.describe(folder), dtype)
-    beside = read_tokenizer_and_settings(folder, description, tokenizer)
-    return Model(model, description=description, folder=folder, **beside), unread
+    settings = read_tokenizer_and_settings(folder, description, tokenizer)
+    return Model(model, description=description, folder=folder, **settings), unread

@@ -368,7 +368,7 @@ class Talk:
 
 
 def page(model: ch.Model, port: int) -> Callable[[list[int]], str]:
-    """Start the explorer beside the conversation; return a function from ids to the address to open."""
+    """Start the explorer next to the conversation; return a function from ids to the address to open."""
     from clearhead.app.explorer.session import Opened, Session
 
     opened = Opened(model.folder.resolve().name if model.folder else "model", lambda: model)

@@ -127,7 +127,7 @@ def circuit(
     An edge goes from a part (an embedding, a head such as 0.1, feedforward:0) to what a later part reads
     (the queries, keys or values of a head, 1.0.q; a feed-forward; logits). Cut, it carries what it carries in
     the corrupt run. Faithfulness is how much of the answer the circuit's edges carry alone, completeness how
-    much is lost without just these, beside random sets of as many edges.
+    much is lost without just these, versus random sets of as many edges.
 
     Args:
         clean (CLEAN): a prompt

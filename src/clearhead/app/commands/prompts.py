@@ -260,7 +260,7 @@ def _details(step: TraceStep) -> dict[str, str]:
 
 
 def _shown(seen: ch.Trace, config: ch.ModelConfig, mask: int | None) -> list[Prediction]:
-    """Return the predictions worth a line: what comes next, what stands behind a mask, or all there are."""
+    """Return the predictions worth a line: what comes next, what a mask stands for, or all there are."""
     if config.head == "lm" and config.family == "decoder":
         return list(seen.predictions[-1:])
     masked = [prediction for prediction in seen.predictions if mask is not None and prediction.id == mask]

@@ -25,7 +25,7 @@ KEY = "CLEARHEAD_API_KEY"
 
 
 def _in_all_processes(command: Callable[..., None]) -> Callable[..., None]:
-    """Let the processes of `torchrun`, if any, run a command together; a mistake is said by one of them."""
+    """Let the processes of `torchrun`, if any, run a command together; one of them reports a mistake."""
 
     @functools.wraps(command)
     def run(*given: Any, **named: Any) -> None:

@@ -50,7 +50,7 @@ def transcribe(
         language: what is spoken, such as de or german; default: what the model hears
         task: write down what is said, or its English translation
         timestamps: segments, each with the time when it begins and ends
-        words: words, each with the time when it begins and ends; in --json beside the segments
+        words: words, each with the time when it begins and ends; in --json next to the segments
         prompt: text before the transcript: names, spelling and style that the model takes up
         format: segments as OpenAI's program writes them: lines or subtitles; json: --json with times
         max_new_tokens: tokens of a window at most; default: what the model has room for

@@ -195,7 +195,7 @@ def together(
 ) -> Iterator[tuple[TextOptions, Mapping[str, int] | None]]:
     """Join the processes of `torchrun`, if any: give options that write in the first alone, and how to split.
 
-    A mistake is said by one of them.
+    One of them reports a mistake.
     """
     if not started():
         yield options, None

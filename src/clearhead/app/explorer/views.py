@@ -199,7 +199,7 @@ class PageRun:
         words = [place for place, mark in enumerate(self.prepared.tokens.special) if not mark]
         column = len(self.prepared.tokens) - 1 if task == "next" else 0
         if self.wrote and column:
-            column -= 1  # behind the last token the answer has ended
+            column -= 1  # after the last token the answer has ended
         if task in ("fill", "tag"):
             column = ids.index(mask) if task == "fill" and mask in ids else words[0] if words else 0
         pixels = self.prepared.main[0].float().cpu().numpy() if self.m.config.input == "patches" else None

@@ -72,7 +72,7 @@ CHECKED = 40  # tokens of which every pair is read side by side
 def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
     """Return what each id below `size` adds to a text; nothing for special tokens and ids without a token.
 
-    A tokenizer whose tokens read otherwise beside others is refused.
+    A tokenizer whose tokens read otherwise next to others is refused.
     """
     added = tokenizer.get_added_tokens_decoder()
     written = [None if number in added else tokenizer.id_to_token(number) for number in range(size)]
@@ -95,7 +95,7 @@ def token_bytes(tokenizer: Tokenizer, size: int) -> list[bytes]:
 
 
 def _read(tokenizer: Tokenizer, written: Sequence[str | None]) -> list[bytes]:
-    """Return what each token adds behind another one, as the tokenizer reads it."""
+    """Return what each token adds after another one, as the tokenizer reads it."""
     known = [number for number, token in enumerate(written) if token is not None]
     before = next((n for n in known if re.fullmatch(r"\w+", decoded(tokenizer, [n]))), known[0])
     start = len(decoded(tokenizer, [before]))

@@ -429,7 +429,7 @@ def _framed(tokenizer: Tokenizer, special: list[str], specials: SpecialTokens) -
 
 
 def begin_texts(tokenizer: Tokenizer, token: str) -> None:
-    """Have the tokenizer put a special token before each text, beside what its template does already."""
+    """Have the tokenizer put a special token before each text, besides what its template does already."""
     template = processors.TemplateProcessing(
         single=[token, "$A"],
         pair=[token, "$A", token, "$B"],

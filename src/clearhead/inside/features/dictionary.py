@@ -8,7 +8,7 @@
 
     autoencoder       reads an activation and writes the same one
     transcoder        reads the input of a feed-forward and writes its output
-    skip transcoder   a transcoder with a linear map from input to output beside the features
+    skip transcoder   a transcoder with a linear map from input to output next to the features
     crosscoder        reads and writes the activations of several layers, joined, with the same features
 
 Weights act on raw activations: what training subtracted and divided by is folded into them. On disk they are

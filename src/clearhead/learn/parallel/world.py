@@ -39,7 +39,7 @@ from clearhead.learn.parallel import (
 Made = TypeVar("Made")
 APART = 7_368_787  # between the seeds of two shares
 LOST = re.compile(r"gloo|nccl|timed? ?out|connection|peer|socket|store", re.IGNORECASE)  # others are gone
-WAITED = "~"  # sorts behind the number of a call
+WAITED = "~"  # sorts after the number of a call
 TELLING = 1.0  # seconds in which all processes that wait in vain say so
 _calls = itertools.count()
 
@@ -55,7 +55,7 @@ class World:
     held: DeviceMesh | None = None  # of two axes: copies of the weights, and parts of each copy
     expert_held: DeviceMesh | None = None  # the same for weights of experts
     together: dist.ProcessGroup | None = None  # the processes that differ in their share of a batch alone
-    aside: dist.ProcessGroup | None = None  # all, in main memory: for what goes on beside training
+    aside: dist.ProcessGroup | None = None  # all, in main memory: for what goes on during training
     through: dist.ProcessGroup | None = None  # those in their share or their stage of the pipeline
 
     @property
@@ -262,7 +262,7 @@ class World:
             raise TrainingError(f"process {self.rank} waited for {what} in vain: {self._missing()}") from None
 
     def _missing(self) -> str:
-        """Say which process is furthest behind, by what each said last; those that wait too are not."""
+        """Say which process is furthest behind, by what each reported last; those that wait too are not."""
         try:
             _store().set(f"at/{self.rank}", f"{WAITED} for others")
             time.sleep(TELLING)

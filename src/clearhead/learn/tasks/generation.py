@@ -71,7 +71,7 @@ class Hooks:
 
     on_text: OnText | None = None
     cancel: Cancel | None = None  # set, or True: every row ends with what it has
-    draft: Bundle | None = None  # a smaller model with the same vocabulary that guesses tokens
+    draft: Bundle | None = None  # a smaller model with the same vocabulary that proposes tokens
 
     @property
     def cancelled(self) -> Callable[[], bool] | None:

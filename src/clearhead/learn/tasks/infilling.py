@@ -15,7 +15,7 @@ from clearhead.hub.tokenizer import check_infilling, encoding_of
 from clearhead.run.bundle import Bundle
 
 BEFORE, AFTER = 0, 1  # the two texts, in the order of a prompt
-MARK = "\u263a"  # a sign that merges with nothing: a text behind it gets no space in front
+MARK = "\u263a"  # a sign that merges with nothing: a text after it gets no space in front
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Infilling:
     """The prompt of a family of models: its tokens, with the two texts among them."""
 
     order: tuple[str | int, ...]
-    ends: tuple[str, ...] = ()  # tokens that end the text, beside those that end any text of the model
+    ends: tuple[str, ...] = ()  # tokens that end the text, besides those that end any text of the model
 
 
 FORMATS = (
@@ -97,7 +97,7 @@ def _spaced(tokenizer: Tokenizer) -> bool:
 
 
 def _inner(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text as they are behind another one: no space is put before it."""
+    """Return the ids of a text as they are after another one: no space is put before it."""
     if _spaced(tokenizer):
         mark, marked = encoding_of(tokenizer, MARK).ids, encoding_of(tokenizer, MARK + text).ids
         if marked[: len(mark)] == mark:

@@ -149,11 +149,11 @@ def token_positions(attention: Tensor, width: int) -> list[int]:
 
 def median_filtered(x: Tensor, width: int) -> Tensor:
     """Replace each number by the median of the `width` around it; the ends are mirrored: [H, T, S]."""
-    beside = width // 2
-    if x.shape[-1] <= beside:
+    half = width // 2
+    if x.shape[-1] <= half:
         return x
-    padded = nnf.pad(x, (beside, beside, 0, 0), mode="reflect")
-    return padded.unfold(-1, width, 1).sort(-1).values[..., beside]
+    padded = nnf.pad(x, (half, half, 0, 0), mode="reflect")
+    return padded.unfold(-1, width, 1).sort(-1).values[..., half]
 
 
 def warped(cost: NDArray[np.float64]) -> list[int]:

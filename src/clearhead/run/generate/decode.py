@@ -216,7 +216,7 @@ def warn_uncompiled(reason: str) -> None:
 
 
 RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
-PREFILL_CHUNK = 1024  # longer prompts are read in pieces, so that scores of a long prompt never exist at once
+PREFILL_CHUNK = 1024  # longer prompts are read in chunks, so that scores of a long prompt never exist at once
 STEPS_PER_SYNC = 16  # greedy tokens made between two looks at them
 # One more token for every row: chosen [B] and the cache -> logits [B, V].
 Step = Callable[[Tensor, Cache], Tensor]
@@ -345,7 +345,7 @@ def prefill(
     source_mask: Tensor | None = None,
     vectors: abc.Sequence[PromptVectors | None] | None = None,
 ) -> Tensor:
-    """Read the prompts, left-padded, long ones in pieces; return the logits of the next token [B, V].
+    """Read the prompts, left-padded, long ones in chunks; return the logits of the next token [B, V].
 
     `vectors`: those of each prompt, which begins before what the cache holds of it already.
     """
@@ -360,14 +360,14 @@ def prefill(
         ids,
         (Span(own, first, first + len(p), longest - len(p), row) for row, (p, own) in enumerate(spans)),
     )
-    # Each token of a piece has sinks of its own.
-    chunk = longest if model.config.rotates_by_length else PREFILL_CHUNK // max(1, cache.n_sink_tokens)
-    for start in range(0, longest, chunk):
-        piece = slice(start, start + chunk)
-        part, given = None if mask is None else mask[:, piece], (source, source_mask) if start == 0 else ()
-        wanted = "last" if piece.stop >= longest else "none"
-        more = {} if x is None else {"vectors": x[:, piece]}
-        out = model(ids[:, piece], part, *given, cache=cache, logits=wanted, **more)
+    # Each token of a chunk has sinks of its own.
+    size = longest if model.config.rotates_by_length else PREFILL_CHUNK // max(1, cache.n_sink_tokens)
+    for start in range(0, longest, size):
+        chunk = slice(start, start + size)
+        part, given = None if mask is None else mask[:, chunk], (source, source_mask) if start == 0 else ()
+        wanted = "last" if chunk.stop >= longest else "none"
+        more = {} if x is None else {"vectors": x[:, chunk]}
+        out = model(ids[:, chunk], part, *given, cache=cache, logits=wanted, **more)
     return cast(Tensor, out.logits[:, -1])
 
 
@@ -408,8 +408,8 @@ def prefill_fixed(model: Transformer, prompts: Prompts, fixed: FixedCache) -> Te
         else:
             logits.append(prefill(model, some.ids, cache, *some.sources, vectors=some.vectors))
             fixed.adopt_rows(cache, rows)
-    places = torch.tensor([number for numbers in groups for number in numbers], device=device)
-    return torch.cat(logits)[places.argsort()]
+    order = torch.tensor([number for numbers in groups for number in numbers], device=device)
+    return torch.cat(logits)[order.argsort()]
 
 
 def length_buckets(lengths: list[int]) -> list[list[int]]:

@@ -161,7 +161,7 @@ class CallGrammar:
         return [f"answer: {whole} | OTHER", rf"OTHER: /(.|\n)*/ & ~/[ \n]*{begun}(.|\n)*/"]
 
     def _calls(self) -> list[str]:
-        """The calls, behind what stands before the first name."""
+        """The calls, after what stands before the first name."""
         close, between, opening, end = (self.stated[name] for name in ("close", "between", "open", "end"))
         more = f" ({self.literal(close + between + opening)} call)*" if self.stated["several"] else ""
         last = self.literal(close + end)
@@ -264,7 +264,7 @@ def _check_exclusive(bounds: list[tuple[str, float]]) -> None:
 
 
 def _bounds(schema: Any, root: Any, seen: set[int]) -> Iterator[tuple[str, float]]:
-    """Yield the bounds that may meet in one value: of a schema, those beside it, and those it refers to."""
+    """Yield the bounds that may meet in one value: of a schema, those next to it, and those it refers to."""
     if not isinstance(schema, dict) or id(schema) in seen:
         return
     seen.add(id(schema))

@@ -58,7 +58,7 @@ BIAS = Bounds(-100, 100, "is outside [-100, 100]: -100 all but bans a token, 100
 
 
 class Option(NamedTuple):
-    """What is said of one option beside its type and its default."""
+    """What an option declares besides its type and its default."""
 
     help: str
     group: str = ""  # of GROUPS; "": the command does not have it

@@ -39,7 +39,7 @@ class FixedCache(Cache):
         if spec is None:
             raise InputError("a model without a decoder has nothing to cache: call it without cache")
         self.capacity = capacity
-        # A tensor, so that a compiled or recorded step moves it.
+        # A tensor, so that a compiled or captured step moves it.
         self.cursor = torch.zeros((), dtype=torch.long, device=device)
         self.index = torch.zeros(1, dtype=torch.long, device=device)  # slots of the call in progress
         self.tokens = empty_slots(batch, capacity, device)

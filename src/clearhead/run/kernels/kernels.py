@@ -193,7 +193,7 @@ def step_attend(
 
 
 def _attend_shape(qkv: Tensor, keys: Tensor, values: Tensor, *more: Any) -> Tensor:
-    n_heads = more[2 + HeadConfig._fields.index("n_heads")]  # behind slot and mask
+    n_heads = more[2 + HeadConfig._fields.index("n_heads")]  # after slot and mask
     return qkv.new_empty(qkv.shape[0], 1, n_heads * values.shape[3])
 
 
@@ -263,7 +263,7 @@ def paged_attend(
     if reach:
         seen = seen & (places > place[:, None] - reach)
     here = torch.arange(len(qkv), device=table.device)
-    # The slots of the rows are looked up, and so copied: the new token goes to a place behind them.
+    # The slots of the rows are looked up, and so copied: the new token goes to a slot after them.
     last = torch.full((1,), k.shape[2], device=table.device)
     k, v = nnf.pad(k, (0, 0, 0, 1)), nnf.pad(v, (0, 0, 0, 1))
     z = step_attend(qkv, k, v, last, nnf.pad(seen, (0, 1), value=True), form)

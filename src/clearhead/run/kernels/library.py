@@ -106,8 +106,8 @@ def _agrees(found: ctypes.CDLL) -> bool:
     """Return True if the compiled matmul and PyTorch's give the same numbers."""
     layer, x, out = nn.Linear(19, 9), torch.linspace(-1, 1, 57).view(3, 19), torch.empty(3, 9)
     fields = LINEAR(layer.weight.data_ptr(), layer.bias.data_ptr(), 9, 19)
-    places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
-    found.clearhead_linear(*places, 3, torch.get_num_threads(), 0)
+    pointers = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
+    found.clearhead_linear(*pointers, 3, torch.get_num_threads(), 0)
     return torch.allclose(out, layer(x), atol=1e-5)
 
 

@@ -98,8 +98,8 @@ class Pointers:
         """Describe a residual, or that there is none."""
         if residual is None:
             return RESIDUAL()
-        places = (residual.before, residual.inside, residual.after)
-        return RESIDUAL(*map(self.norm, places), residual.scale)
+        norms = (residual.before, residual.inside, residual.after)
+        return RESIDUAL(*map(self.norm, norms), residual.scale)
 
     def attention(self, part: Attention | None) -> Any:
         """Describe an attention, or that there is none."""
@@ -198,7 +198,7 @@ class NativeQuantized(Described, QuantizedLinear):
 
 
 class NativeTable(Described, QuantizedTable):
-    """A token table of few bits whose rows are spelled out by `quantized.h`: the same numbers in one step."""
+    """A quantized token table whose rows are spelled out by `quantized.h`: the same numbers in one step."""
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] -> [..., D]."""
@@ -206,8 +206,8 @@ class NativeTable(Described, QuantizedTable):
         if found is None or ids.dtype != torch.long or torch.compiler.is_compiling():
             return super().forward(ids)
         ids, out = ids.contiguous(), torch.empty(*ids.shape, self.in_features, dtype=torch.float32)
-        places = (ctypes.addressof(self.fields()), ids.data_ptr(), ids.numel(), out.data_ptr())
-        if found.clearhead_rows(*places):
+        pointers = (ctypes.addressof(self.fields()), ids.data_ptr(), ids.numel(), out.data_ptr())
+        if found.clearhead_rows(*pointers):
             raise IndexError(f"ids contain one outside of the table's {self.out_features} rows")
         return out
 
@@ -218,8 +218,8 @@ def native_linear(fields: Any, x: Tensor, width: int, alike: bool = False) -> Te
     assert found is not None
     out = x.new_empty(*x.shape[:-1], width)
     rows, threads = x.numel() // x.shape[-1], torch.get_num_threads()
-    places = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
-    if found.clearhead_linear(*places, rows, threads, alike):
+    pointers = (ctypes.addressof(fields), x.data_ptr(), out.data_ptr())
+    if found.clearhead_linear(*pointers, rows, threads, alike):
         raise MemoryError(f"no memory for {rows} rows")
     return out
 
@@ -289,8 +289,8 @@ class NativeBlock(Described, Block):
     def layer(self, call: Any, keys: Any, cross_keys: Any) -> tuple[int, ...]:
         """Return the fields of a layer: this block with its keys, which lie as those of the call."""
         source = (0, 0) if self.cross is None else (cross_keys.k.data_ptr(), cross_keys.v.data_ptr())
-        places = ctypes.addressof(self.fields()), ctypes.addressof(call)
-        return (*places, keys.k.data_ptr(), keys.v.data_ptr(), *source)
+        pointers = ctypes.addressof(self.fields()), ctypes.addressof(call)
+        return (*pointers, keys.k.data_ptr(), keys.v.data_ptr(), *source)
 
     def _own(self, view: masks.View, keys: LayerKV | None, rows: int) -> tuple[Any, ...] | None:
         """Describe the keys of the text, and the slots of the new ones; None where `step.c` does not suit."""
@@ -400,7 +400,7 @@ class NativeStack(Described, Stack):
         return pointers.norm(self.norm)
 
     def groups(self, inputs: Tensor, tokens: masks.TokenInfo) -> list[tuple[Tensor, int]]:
-        """Return rows of a source [B, T] by like length: their places and the longest's length.
+        """Return rows of a source [B, T] by like length: their numbers and the longest's length.
 
         For rows that end in padding, of a stack whose states there nobody reads; none where it saves little.
         """
@@ -465,7 +465,7 @@ def best_tokens(logits: Tensor, kept: Tensor, count: int) -> tuple[Tensor, Tenso
     logits, kept = logits.contiguous(), kept.contiguous()
     rows, width = logits.shape
     values, ids = logits.new_empty(rows, count), torch.empty(rows, count, dtype=torch.long)
-    sizes, places = (rows, width, count), (values.data_ptr(), ids.data_ptr())
-    asked = BEST(logits.data_ptr(), kept.data_ptr(), *sizes, *places)
+    sizes, pointers = (rows, width, count), (values.data_ptr(), ids.data_ptr())
+    asked = BEST(logits.data_ptr(), kept.data_ptr(), *sizes, *pointers)
     found.clearhead_best(ctypes.addressof(asked), torch.get_num_threads())
     return values, ids

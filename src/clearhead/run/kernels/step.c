@@ -219,7 +219,7 @@ static float *in_lines(int64_t count) { return aligned_alloc(64, lines(count) * 
 #include "gemm.h"
 #include "quantized.h"
 
-/* Where a thread rounds inputs of layers of few bits, or lays rows side by side, and what is there now. */
+/* Where a thread rounds inputs of quantized layers, or lays rows side by side, and what is there now. */
 typedef struct { float *memory; const float *x, *smooth; int64_t laid; } Room;
 
 /* Numbers of float32 that a thread needs for that. */
@@ -261,7 +261,7 @@ static void wide_product(const Linear *linear, const float *x, const float *laid
 }
 
 /* y [B, stride] = x [B, D] Wᵀ + bias, for the thread's share of the rows of W. */
-static void product(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
+static void matmul(const Linear *linear, const float *x, int64_t batch, float *y, int64_t stride,
                     int64_t alike, Thread thread, Room *room) {
     int64_t laid = !linear->codes, known = room->x == x && room->laid == laid;
     if (laid && (alike || !pays(batch))) {
@@ -448,10 +448,10 @@ static void attention_part(const Attention *a, const Shared *s, const Layer *lay
     view->keys = own ? layer->keys : layer->source_keys;
     view->values = own ? layer->values : layer->source_values;
     int64_t B = call->batch, H = a->heads, K = a->kv_heads, E = a->width, V = a->value_width;
-    product(&a->q, normed, B, s->q, H * E, call->alike, thread, room);
+    matmul(&a->q, normed, B, s->q, H * E, call->alike, thread, room);
     if (own) {
-        product(&a->k, normed, B, s->k, K * E, call->alike, thread, room);
-        product(&a->v, normed, B, s->v, K * V, call->alike, thread, room);
+        matmul(&a->k, normed, B, s->k, K * E, call->alike, thread, room);
+        matmul(&a->v, normed, B, s->v, K * V, call->alike, thread, room);
     }
     GOMP_barrier();
     for (int64_t b = thread.number; b < B; b += thread.count) {
@@ -479,7 +479,7 @@ static void attention_part(const Attention *a, const Shared *s, const Layer *lay
     for (int64_t item = thread.number; item < B * H; item += thread.count)
         attend(a, view, item / H, item % H, s->q + item * E, scores, s->z + item * V);
     GOMP_barrier();
-    product(&a->out, s->z, B, s->y, a->out.rows, call->alike, thread, room);
+    matmul(&a->out, s->z, B, s->y, a->out.rows, call->alike, thread, room);
     GOMP_barrier();
 }
 
@@ -489,15 +489,15 @@ static void feedforward_part(const FeedForward *f, const Shared *s, const Call *
     room->x = NULL;
     int64_t B = call->batch, F = f->up.rows, alike = call->alike;
     float *pre = f->gate.rows ? s->gate : s->up;
-    product(&f->up, normed, B, s->up, F, alike, thread, room);
-    if (f->gate.rows) product(&f->gate, normed, B, s->gate, F, alike, thread, room);
+    matmul(&f->up, normed, B, s->up, F, alike, thread, room);
+    if (f->gate.rows) matmul(&f->gate, normed, B, s->gate, F, alike, thread, room);
     for (int64_t b = 0; b < B; b++) {
         int64_t start = b * F + from(F, thread), stop = b * F + until(F, thread);
         activate(pre + start, stop - start, f->activation);
         for (int64_t i = start; f->gate.rows && i < stop; i++) s->up[i] *= pre[i];
     }
     GOMP_barrier();
-    product(&f->down, s->up, B, s->y, f->down.rows, alike, thread, room);
+    matmul(&f->down, s->up, B, s->y, f->down.rows, alike, thread, room);
     GOMP_barrier();
 }
 
@@ -635,7 +635,7 @@ int clearhead_linear(const Linear *linear, const float *x, float *y, int64_t bat
     return 0;
 }
 
-/* Whether many rows too are quicker here than with PyTorch, as seen on Arm beside OpenBLAS and Arm's Compute
+/* Whether many rows too are quicker here than with PyTorch, as measured on Arm versus OpenBLAS and Arm's Compute
 Library. Where vectors are longer (SVE), or on Apple's processors, that was not seen. */
 int clearhead_any_rows(void) {
 #if defined(__aarch64__) && defined(__linux__) && !defined(__ARM_FEATURE_SVE)

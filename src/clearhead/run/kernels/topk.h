@@ -8,7 +8,7 @@ typedef struct {
     const float *all, *kept; /* [rows, width]: the sum is of `all`, the best are of `kept` */
     int64_t rows, width, count;
     float *values; /* [rows, count], best first */
-    int64_t *places; /* where less than `count` are above -inf: 0, with -inf */
+    int64_t *indices; /* where less than `count` are above -inf: 0, with -inf */
 } Best;
 
 /* a where the mask is set, b elsewhere. */
@@ -54,11 +54,11 @@ static float log_of_sum(const float *x, int64_t count, float most) {
     return (float)log(all);
 }
 
-/* Put a number in its place among the best; of equal ones the first stays before. */
-static void insert(float *values, int64_t *places, int64_t count, float value, int64_t place) {
+/* Put a number in its index among the best; of equal ones the first stays before. */
+static void insert(float *values, int64_t *indices, int64_t count, float value, int64_t index) {
     int64_t at = count - 1;
-    for (; at > 0 && value > values[at - 1]; at--) values[at] = values[at - 1], places[at] = places[at - 1];
-    values[at] = value, places[at] = place;
+    for (; at > 0 && value > values[at - 1]; at--) values[at] = values[at - 1], indices[at] = indices[at - 1];
+    values[at] = value, indices[at] = index;
 }
 
 static void best_work(void *data) {
@@ -67,15 +67,15 @@ static void best_work(void *data) {
     for (int64_t row = omp_get_thread_num(); row < best->rows; row += omp_get_num_threads()) {
         const float *kept = best->kept + row * width;
         float *values = best->values + row * count;
-        int64_t *places = best->places + row * count;
-        for (int64_t i = 0; i < count; i++) values[i] = -INFINITY, places[i] = 0;
+        int64_t *indices = best->indices + row * count;
+        for (int64_t i = 0; i < count; i++) values[i] = -INFINITY, indices[i] = 0;
         float most = -INFINITY;
         for (int64_t start = 0; start < width; start += PIECE) {
             int64_t stop = width - start < PIECE ? width : start + PIECE;
             float here = largest(kept + start, stop - start);
             if (!(here > values[count - 1])) continue;
             for (int64_t d = start; d < stop; d++)
-                if (kept[d] > values[count - 1]) insert(values, places, count, kept[d], d);
+                if (kept[d] > values[count - 1]) insert(values, indices, count, kept[d], d);
         }
         if (best->all == best->kept) most = values[0];
         else

@@ -62,6 +62,6 @@ def copied(tensor: Tensor, into: Tensor) -> Tensor:
     if found is None:
         return into.copy_(tensor)
     columns, rows = tensor.shape
-    places = (tensor.data_ptr(), tensor.stride(1), rows, columns, into.data_ptr(), into.stride(0))
-    found.clearhead_transpose(*places)
+    pointers = (tensor.data_ptr(), tensor.stride(1), rows, columns, into.data_ptr(), into.stride(0))
+    found.clearhead_transpose(*pointers)
     return into

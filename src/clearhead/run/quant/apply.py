@@ -96,7 +96,7 @@ class QuantPlan:
     """What to make of a model: weights of 4 or 8 bits, and how their codes are chosen.
 
     Layers whose names match one of `wide` keep 8 bits, or with 8 bits the dtype they have. The output layer
-    and the token table keep 8 bits in any case. Without a choice, groups of 4 bits have an offset beside
+    and the token table keep 8 bits in any case. Without a choice, groups of 4 bits have an offset next to
     their scale, and those of 8 bits, which gain little by it, have none.
     """
 
@@ -233,7 +233,7 @@ def quantize_model(
 
 
 def _chosen(plan: QuantPlan, name: str, grid: Grid, weight: Tensor, moment: Tensor | None) -> Rounding:
-    """Choose the codes of one layer; one that no text reached, such as an idle expert, is rounded plainly."""
+    """Choose the codes of one layer; one that no text reached (an idle expert) is rounded to nearest."""
     if name == OUTPUT and plan.method == "awq":  # its rows are a table too, which has no inputs to divide
         return rtn(grid, weight, None)
     if moment is None and plan.method not in ("rtn", "hqq"):

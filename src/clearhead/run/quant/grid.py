@@ -27,7 +27,7 @@ BLOCK = 32  # columns that kernels take at a time: groups are multiples of it
 TILE = 4  # rows, and columns, of a tile
 BITS = (4, 8)
 GROUPS = (32, 64, 128, 256)
-WIDTHS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of grids that are tried, beside the one that spans a group
+WIDTHS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)  # of grids that are tried, besides the one that spans a group
 FITS = 3  # times that each is measured, and fitted between
 
 

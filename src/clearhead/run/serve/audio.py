@@ -56,7 +56,7 @@ NO_OPS: dict[str, tuple[str, ...]] = {
 
 
 class AudioBody(Body):
-    """`/v1/audio/translations`: the fields of the form beside the file; their values come as texts."""
+    """`/v1/audio/translations`: the fields of the form besides the file; their values come as texts."""
 
     model_config = ConfigDict(strict=False)
     no_ops: ClassVar = NO_OPS
@@ -80,7 +80,7 @@ class AudioBody(Body):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is told of a transcript beside its text."""
+        """What is told of a transcript besides its text."""
         return ("segment",)
 
 
@@ -102,7 +102,7 @@ class TranscriptionBody(AudioBody):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is told of a transcript beside its text."""
+        """What is told of a transcript besides its text."""
         return self.timestamp_granularities or ("segment",)
 
 

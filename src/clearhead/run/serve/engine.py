@@ -7,7 +7,7 @@ such as embeddings, wait in a queue of their own and alternate with the steps.
 
 Draft tokens, found in a sequence's own text or proposed by a draft model, are further rows of a step, so
 attention sees the shapes that it sees without them. A token is chosen at each row as it always would be, and
-the rows behind a rejected draft token are left out: the tokens are those of plain decoding. Whether a draft
+the rows after a rejected draft token are left out: the tokens are those of plain decoding. Whether a draft
 token is verified at all depends on how often those of this sequence were right, also those that were not
 verified, and on what a further row of a step has cost.
 """

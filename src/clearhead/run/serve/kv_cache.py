@@ -3,7 +3,7 @@
 A block holds the keys of as many tokens in every layer of its group. A block that prompts share is full and
 is never written again, so that none is ever copied: what a sequence adds goes into blocks of its own.
 Layers whose windows reach equally far form a group, which has blocks and tables of its own: a group with a
-window frees the blocks behind it. Cross-attention is one more group, which holds the keys of sources.
+window frees the blocks before it. Cross-attention is one more group, which holds the keys of sources.
 In 8 bits a pool holds codes and scales, those of `quant/cache.py`; keys of sources stay as they are.
 `PagedCache` describes one step of the engine to the model: chunks of several sequences, side by side.
 
@@ -75,7 +75,7 @@ class BlockPool:
         return self.count - self.available
 
     def take(self, after: int | None) -> int:
-        """Take a block, the one right behind block `after` where it is free: neighbours are read in place."""
+        """Take a block, the one right after block `after` where it is free: neighbours are read in place."""
         if after is not None and after + 1 in self.free:
             block = after + 1
         elif self.free:
@@ -88,7 +88,7 @@ class BlockPool:
         return block
 
     def _roomy(self) -> int:
-        """Return a block with room behind it: the middle of the longest run of free blocks."""
+        """Return a block with room after it: the middle of the longest run of free blocks."""
         best, length, start = 0, 0, None
         for block in range(self.count + 1):
             if block in self.free:
@@ -255,7 +255,7 @@ class Table:
                 self.ids[number] = None
 
     def adopt(self, names: Sequence[PrefixKey]) -> None:
-        """Share the named blocks that a query right behind them sees; the table must be empty."""
+        """Share the named blocks that a query right after them sees; the table must be empty."""
         passed = self._passed(len(names) * self.pool.size)
         for number, name in enumerate(names):
             block = None if number in passed else self.blocks.find(name)

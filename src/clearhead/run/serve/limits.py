@@ -14,7 +14,7 @@ from clearhead.run.serve.kv_cache import Group, Pool, blocks_for, token_bytes
 
 CHUNK_BLOCKS = 16  # blocks of a prompt that a GPU reads together
 CHARACTERS = 256  # that a token of a text has on the average, and rather fewer
-CACHE_BYTES = 1 << 30  # of the pool, where nothing else is said
+CACHE_BYTES = 1 << 30  # of the pool, where nothing else is stated
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Limits:
 
     tokens: int = 512  # of one step at most, but for a chunk that is longer
     running: int = 64  # sequences that decode at the same time
-    waiting: int = 8  # requests that wait, beside those that can begin at once
+    waiting: int = 8  # requests that wait, besides those that can begin at once
     waiting_tokens: int = 1 << 18  # tokens of the prompts that wait
     block: int = 64  # tokens of a block
     cache_tokens: int | None = None  # that the pool holds; default: as many as 1 GiB holds

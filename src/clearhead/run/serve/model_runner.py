@@ -499,14 +499,14 @@ class ModelRunner:
         spans = [(chunk.span if encoded else slice(None), chunk.seq.adapter) for chunk in plan]
         adapted = [(span, adapter) for span, adapter in spans if adapter is not None]
         tokens = [t for chunk in plan for t in chunk.seq.tokens_at(chunk.start, chunk.stop)]
-        places = [place for chunk in plan for place in range(chunk.start, chunk.stop)]
+        positions = [n for chunk in plan for n in range(chunk.start, chunk.stop)]
         ids = torch.tensor([tokens], device=device)
         vectors = [Span(chunk.seq.vectors, chunk.start, chunk.stop, chunk.span.start) for chunk in plan]
         with self.adapted.step(adapted), attention_kernels(device):
             x = embedded(self.runner, ids, vectors)
             hidden = self.runner(
                 ids,
-                positions=torch.tensor([places], device=device),
+                positions=torch.tensor([positions], device=device),
                 source=None if encoded else first.prompts.source,
                 cache=PagedCache(pool, plan, sources),
                 logits="none",
@@ -524,5 +524,5 @@ class ModelRunner:
 
 
 def _ends_text(chunk: Chunk[ServedSequence]) -> bool:
-    """Return whether a chunk ends where its text does, or behind it with a draft token."""
+    """Return whether a chunk ends where its text does, or after it with a draft token."""
     return chunk.stop >= len(chunk.seq.tokens)

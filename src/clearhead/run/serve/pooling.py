@@ -1,4 +1,4 @@
-"""What an engine does beside decoding: embeddings, classes and the like, and the activations of a sequence.
+"""What an engine does besides decoding: embeddings, classes and the like, and the activations of a sequence.
 
 Pooling requests wait in a queue of their own. What a request may see of its own sequence is what `record` and
 `lens` give: the whole of it, prompt and answer, is computed once more by the model itself, alone and between

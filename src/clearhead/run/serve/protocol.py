@@ -111,7 +111,7 @@ def no_op_values(name: str) -> tuple[Any, ...] | None:
 
 
 class StreamOptions(FewFields):
-    """What a stream holds beside the text."""
+    """What a stream holds besides the text."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None  # events are not padded

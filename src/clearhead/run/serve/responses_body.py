@@ -255,7 +255,7 @@ class CacheOptions(FewFields):
 
 
 class EventOptions(FewFields):
-    """What a stream holds beside the answer."""
+    """What a stream holds besides the answer."""
 
     include_obfuscation: Literal[False] | None = None
 

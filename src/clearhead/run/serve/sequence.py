@@ -31,7 +31,7 @@ OnUpdate = Callable[["ServedSequence", str], None]  # called with each new text 
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What a request may say of how it is served, beside the options of a generation."""
+    """What a request may say of how it is served, besides the options of a generation."""
 
     salt: str = ""  # requests with another salt share no blocks with this one
     prompt_logprobs: int | None = (
@@ -182,7 +182,7 @@ class ServedSequence(Sequence):
         return Chunk(self, start, stop)
 
     def tokens_at(self, start: int, stop: int) -> list[int]:
-        """Return the tokens that a step runs: of the text, or a draft token behind it."""
+        """Return the tokens that a step runs: of the text, or a draft token after it."""
         if start < len(self.tokens) or self.drafts is None:
             return self.tokens[start:stop]
         return self.drafts.found[start - len(self.tokens) :][:1]
@@ -232,7 +232,7 @@ class ServedSequence(Sequence):
         return len(self.prompt_alternatives) >= len(self.prompt) - 1
 
     def keep_prompt(self, logits: Tensor, start: int) -> None:
-        """Keep the log-probabilities of the prompt's tokens behind place `start`: logits [T, V]."""
+        """Keep the log-probabilities of the prompt's tokens after position `start`: logits [T, V]."""
         best = self.serving.prompt_logprobs
         following = self.prompt[start + 1 : start + 1 + len(logits)]
         if best is None or not following or self._prompt_kept:

@@ -1,6 +1,6 @@
 """The draft tokens of an engine: for which sequences, how many, and what they have cost.
 
-They come from a sequence's own text, or from a draft model that runs beside the engine's. Neither changes a
+They come from a sequence's own text, or from a draft model that runs next to the engine's. Neither changes a
 token: the model chooses each as it always would, by the sequence's own seed, and goes on for as long as it
 chooses the draft tokens. A draft model draws with the numbers that the model itself will draw with, so that
 two like distributions mostly give the same token.
