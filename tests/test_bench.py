@@ -7,10 +7,9 @@ import transformers
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.labs.speed import jobs
-from clearhead.labs.speed.compare import compare
+from clearhead.labs.speed.compare import PEERS, Rival, check_answer, compare, ours
 from clearhead.labs.speed.jobs import Machine, SpeedSizes, jobs_of
 from clearhead.labs.speed.llama import Llama, written
-from clearhead.labs.speed.peers import PEERS, Rival, check_answer, ours
 from tests.test_plain_faults import refused
 from tests.test_tasks import saved
 

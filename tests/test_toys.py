@@ -1,8 +1,8 @@
 """Learning works end to end: toy tasks, from random weights to inputs never seen.
 
 A model with a fault does not reach 99 % on inputs it never saw. Inputs are split by a checksum, so that no
-held-out input is ever trained on. Every task and every family is learned once; `CLEARHEAD_TOYS=all` learns
-every task with every family it is for.
+held-out input is ever trained on. Every family learns the hardest task that it is for; `CLEARHEAD_TOYS=all`
+learns every task with every family it is for.
 
 Shapes: B batch, S source length, T target length.
 """
@@ -63,9 +63,7 @@ TASKS = {
 }
 LEARNERS = {  # steps and rows a batch that suffice for each of three seeds
     ("majority", "encoder"): (400, 32),
-    ("reverse", "decoder"): (400, 32),
     ("add", "decoder"): (600, 64),
-    ("copy", "encoder-decoder"): (400, 32),
     ("sort", "encoder-decoder"): (400, 64),
 }
 if os.environ.get("CLEARHEAD_TOYS") == "all":
@@ -143,11 +141,6 @@ def test_toy_task_is_learned(name, family):
             break
     exact = accuracy(model, task, torch.Generator().manual_seed(99), batches=16)
     assert exact >= 0.99, f"{exact:.2%} exact after {step} steps"
-
-
-def test_every_task_and_family_is_learned():
-    assert {task for task, _ in LEARNERS} == set(TASKS)
-    assert {family for _, family in LEARNERS} == {"encoder", "decoder", "encoder-decoder"}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -25,8 +25,6 @@ CASES = [
     ("vit", {"tensor": 2}),
     ("moe", {"expert": 2}),
     ("decoder", {"context": 2}),
-    ("encoder-decoder", {"tensor": 2}),
-    ("moe", {"data": 2}),
     ("lora", {"tensor": 2}),
     ("encoder-decoder", {"context": 2}),
     ("rope", {"data": 2}),

@@ -139,6 +139,7 @@ def test_settings_are_a_dictionary_or_strings():
     assert read_recipe("original-transformer", {"data.batch_size": 2}).data.batch_tokens is None
     changed = read_recipe(read_recipe(None, {"train.epochs": 2.0, "train.seed": 5}), {"train.steps": 7})
     assert (changed.train.steps, changed.train.epochs, changed.train.seed) == (7, None, 5)
+    assert read_recipe("sft-lora", {"train.steps": 7, "train.epochs": None}).train.steps == 7
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,7 @@ def test_a_run_on_int4_weights_learns_resumes_and_leaves_an_adapter_of_the_base(
     base = tmp_path / "base"
     ch.train(chats, out=base, settings={**given, **shape, **more, "train.steps": 10})
     given |= {"model.base": str(base), "train.lora": 2, "train.quantize": "int4", "train.lr": 0.02}
-    given |= {"train.steps": 6, "train.epochs": None, "train.log_every": 1, "train.save_every": 3}
+    given |= {"train.steps": 30, "train.log_every": 1, "train.save_every": 15}
     events: list = []
 
     def run(name: str, stop=lambda: False):
@@ -236,7 +236,7 @@ def test_a_run_on_int4_weights_learns_resumes_and_leaves_an_adapter_of_the_base(
 
     once, count = run("once"), iter(range(9))
     losses = [event.loss for event in events if hasattr(event, "norm")]
-    assert losses[-1] < losses[0]
+    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
     assert any("frozen weights" in getattr(event, "line", "") for event in events)
     assert run("twice", lambda: next(count) == 2).reason == "stopped"
     twice = ch.train(resume=tmp_path / "twice")

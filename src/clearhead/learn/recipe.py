@@ -298,8 +298,12 @@ def read_recipe(name: str | Path | Recipe | None, settings: Settings = ()) -> Re
     tables = _tables(name) if name is not None else {}
     _check_sections(tables)
     for section, key, value in _changes(settings):
-        tables.setdefault(section, {})[key] = value
-        tables[section].pop(REPLACES.get(f"{section}.{key}", "") if value is not UNSET else key, None)
+        table = tables.setdefault(section, {})
+        table[key] = value
+        if value is UNSET:
+            del table[key]
+        elif value is not None:  # None asks for nothing that another setting would have to give way to
+            table.pop(REPLACES.get(f"{section}.{key}", ""), None)
     return Recipe.from_tables(tables)
 
 
