@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+import clearhead as ch
 from clearhead.inside.ablation import effect
+from clearhead.inside.graph import without_edges
 from clearhead.inside.story import explain
-from tests.explorer.toys import toy
+from tests.explorer.toys import TEXTS, toy
 
 pytestmark = pytest.mark.ledger("F2", "X4")
 TEXT = "The king's men speak of the king"
@@ -70,3 +72,37 @@ def test_a_choice_in_a_file_changes_the_sentence(watched, served, saved, tmp_pat
         )
         assert file.texts("#off-note")[0].startswith(f"Head {name} is off")
     assert tried == [] and file.wrong == []
+
+
+GRAPH = "() => [...document.querySelectorAll('#graph-table [data-edge]')].map((one) => one.dataset.edge)"
+
+
+@pytest.mark.slow
+def test_edges_of_the_graph_are_tested_by_cutting_them(watched, served, saved, tmp_path):
+    """What the page predicts and measures is what `inside` does, live and from a file."""
+    m, text = toy("decoder"), TEXTS["decoder"]
+    seen = watched().open(served("decoder").url)
+    seen.read(text)
+    seen.look("graph", "[data-edge]")
+    assert 5 < len(seen.page.evaluate(GRAPH)) <= 24
+    found = ch.graph(m, text, nodes=40, candidates=150)
+    seen.near("#graph-logit", found.logit, 1e-4)
+    file, tried = saved(seen, tmp_path / "graph.html")
+    for page in (seen, file):
+        page.look("graph", "[data-edge]")
+        for key in page.page.evaluate(GRAPH)[:3]:
+            source, target, kind = key.split(">")
+            (edge,) = (
+                one for one in found.edges if (one.source, one.target, one.kind) == (source, target, kind)
+            )
+            row = f'#graph-table [data-edge="{key}"]'
+            page.page.click(f"{row} button")
+            page.page.locator(f"{row} [data-change]").wait_for()
+            (effect,) = without_edges(m, text, [edge])
+            values = [
+                page.values(f"{row} [data-{name}]", f"data-{name}") for name in ("value", "held", "change")
+            ]
+            assert [x for (x,) in values] == pytest.approx([edge.value, -edge.value, effect.change], abs=1e-4)
+        page.page.fill("#graph-count", "3")
+        assert len(page.page.evaluate(GRAPH)) == 3
+    assert (seen.wrong, file.wrong, tried) == ([], [], [])

@@ -11,7 +11,9 @@ import torch
 import clearhead as ch
 from clearhead.app.plot.circuits import draw_graph
 from clearhead.inside.attribution import looks
+from clearhead.inside.edges import Cut, EdgeGraph, cut_model
 from clearhead.inside.features.dictionary import Dictionary
+from clearhead.inside.graph import _Site, without_edges
 from clearhead.inside.held import CutPass, exact_copy, holding, part_of
 from clearhead.inside.inputs import prepare
 from clearhead.inside.logit_attribution import LogitQuery
@@ -57,6 +59,68 @@ def test_every_edge_by_an_intervention(name):
             into = sum(edge.value for edge in found.edges if edge.target == node.id and edge.kind == "value")
             if node.kind not in ("embedding", "error") and (not scores or node.kind == "logit"):
                 assert node.value == pytest.approx(into + node.others + node.bias, abs=1e-10)
+
+
+@pytest.mark.ledger("T3")
+@pytest.mark.parametrize(
+    "name", ["decoder, pre", "decoder, sandwich", "encoder", "both", "rope, sink", "image"]
+)
+def test_without_an_edge_as_a_model_whose_parts_have_streams_of_their_own(name):
+    """What the target gives without the edge, by `cut_model`; the model then adds that in its place."""
+    model = build(**{**CASES[name], "n_layers": 3}).double()
+    given, more = inputs(model.config)
+    if isinstance(given, torch.Tensor):
+        given = given.double() if given.is_floating_point() else given
+    found = ch.graph(model, given, 0, **more, scores=True, nodes=40)
+    parts, tested = EdgeGraph.of(model), []
+    for kind in ("value", "key", "query"):
+        tested += [edge for edge in found.edges if edge.kind == kind and edge.target != "logit"][:4]
+    tested += [edge for edge in found.edges if edge.target == "logit"][:2]
+    effects = without_edges(model, given, tested, 0, **more)
+    prepared, cut = prepare(model, given, **more), CutPass.of(prepare(model, given, **more))
+    query = LogitQuery.of(prepared.m, prepared, 0, -1, parts=False)
+
+    def name_of(node):
+        return node.rpartition("@")[0].replace("feedforward ", "feedforward:")
+
+    def logit(run):
+        hidden = run.hidden.detach()
+        return float(query.difference(query.choices.column_scores(hidden, query.column)[0]).detach())
+
+    for edge, effect in zip(tested, effects):
+        site = _Site.of(edge.source)
+        lost = {writer: torch.zeros(1, 1, model.config.d_model).double() for writer in parts.writers}
+        length = cut.leaves[site.tap].shape[1]
+        lost[name_of(edge.source)] = torch.zeros(1, length, model.config.d_model).double()
+        lost[name_of(edge.source)][0, site.position] = -site.added(cut, cut[site.shows][0].detach())
+        read = "logits" if edge.target == "logit" else name_of(edge.target)
+        read += f".{edge.kind[0]}" if ":" not in read and read != "logits" else ""
+        _, (stop,) = parts.find(f"{name_of(edge.source)} -> {read}")
+        mask = torch.zeros(1, *parts.valid.shape).double()
+        mask[0, stop.readers, parts.writers.index(name_of(edge.source))] = 1
+        plain, seen = {}, {}
+        with torch.no_grad():
+            cut_model(model, parts, Cut(seen=plain))(**prepared.arguments, logits="none")
+            run = cut_model(model, parts, Cut(mask, changes=lost, seen=seen))(
+                **prepared.arguments, logits="none"
+            )
+            if edge.target != "logit":
+                own, at = name_of(edge.target), _Site.of(edge.target)
+                change = (seen[own] - plain[own])[0, at.position]
+
+                def moved(x, at=at, change=change):
+                    x = x.clone()
+                    x[0, at.position] += change
+                    return x
+
+                with ch.edit(model, {at.tap: moved}):
+                    run = model(**prepared.arguments, logits="none")
+        assert effect.change == pytest.approx(logit(run) - query.output_logit, abs=1e-9)
+        assert (edge.source, edge.target, edge.kind) == (effect.source, effect.target, effect.kind)
+    exact = ch.graph(model, given, 0, **more, nodes=20).edges[:20]
+    held = [effect.held for effect in without_edges(model, given, exact, 0, **more)]
+    assert held == pytest.approx([-edge.value for edge in exact], abs=1e-9)
+    assert max(abs(effect.change) for effect in effects) > 1e-3
 
 
 @pytest.mark.ledger("T3")

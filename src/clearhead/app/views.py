@@ -155,6 +155,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             "attribution graph: the paths of parts that led to a token",
             "commands.circuits:graph",
             loads=TOKENIZER,
+            page={"graph": "interventions:graph_of", "edge": "interventions:edge_test"},
         ),
         "patch": Command(
             "activation patching: which layer and token carry the answer",

@@ -17,6 +17,7 @@ from torch import Tensor
 from clearhead.inside import results
 from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.held import HEADS, CutPass, Scores, holding, part_of, removing
+from clearhead.inside.interventions import OnRows
 from clearhead.inside.logit_attribution import LogitQuery
 from clearhead.variants.contexts import evaluating, record
 
@@ -256,7 +257,9 @@ class Effects:
 
     # Edges --------------------------------------------------------------------------------------------------
 
-    def edges(self, some: Sequence[Candidate]) -> tuple[dict[str, Tensor], Tensor]:
+    def edges(
+        self, some: Sequence[Candidate], on_progress: OnRows = lambda done, total: None
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return what each of some nodes adds to each, by kind [N + 1, N], and what all add to each [N + 1].
 
         The last target is the logit. What a target gets by value is from all nodes, kept or not, without
@@ -273,7 +276,7 @@ class Effects:
         for number, each in enumerate(some):
             by_part[id(each.part)].append(number)
         cells = max(leaf.numel() for leaf in self.cut.leaves.values())
-        together = max(1, TOGETHER // cells)
+        together, done = max(1, TOGETHER // cells), 0
         for numbers in by_part.values():
             for first in range(0, len(numbers), together):
                 chunk = numbers[first : first + together]
@@ -282,6 +285,8 @@ class Effects:
                     before = self.cut.before(targets[0].part.tap)
                     slopes = self.cut.slopes([self.cut[tap]], [back[:, None]], before)
                     self._fill(tables[kind], sums if kind == "value" else None, chunk, some, slopes)
+                done += len(chunk)
+                on_progress(done, len(some))
         return tables, sums
 
     def _fill(

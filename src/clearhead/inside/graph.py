@@ -5,6 +5,7 @@
     found.edges[0]                                     # source, target, kind, value, share of the influence
     found.save("graph.json")
     graph(m, "The capital of France is", verify=True).difference   # of each edge from its intervention
+    without_edges(m, "The capital of France is", found.edges[:3], token=" Paris")   # with nothing held
 
 A node is an embedding, a head, or a feed-forward, at one token; with `features` (or `neurons`) a feed-forward
 is its active features and an error, what they leave over. With patterns, norm sizes and gates held (`held`)
@@ -27,7 +28,9 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,11 +41,12 @@ from clearhead.hub.files import write_text
 from clearhead.inside import inputs, results
 from clearhead.inside.direct_effects import TINY, Effects, GraphEdge, Node
 from clearhead.inside.features.dictionary import Dictionary, load
-from clearhead.inside.held import CutPass, exact_copy, refuse_unscored
+from clearhead.inside.held import HEADS, CutPass, exact_copy, holding, part_of, refuse_unscored, removing
+from clearhead.inside.interventions import OnRows
 from clearhead.inside.logit_attribution import Compared, LogitQuery
-from clearhead.variants.contexts import tap_names
+from clearhead.variants.contexts import edit, evaluating, record, tap_names
 
-CANDIDATES = 600  # nodes of the largest values, among which edges are computed
+CANDIDATES = 600
 
 
 @dataclass(frozen=True)
@@ -181,6 +185,8 @@ def graph(
     edge_share: float = 0.95,
     nodes: int = 50,
     verify: bool = False,
+    candidates: int = CANDIDATES,
+    on_progress: OnRows = lambda done, total: None,
 ) -> Graph:
     """Return the attribution graph of a logit, pruned. The model is copied in float64.
 
@@ -194,6 +200,8 @@ def graph(
         edge_share: keep the fewest edges among them that carry so much of theirs.
         nodes: keep at most so many.
         verify: test every node and edge that is kept by an intervention: see `Graph.difference`.
+        candidates: nodes of the largest values, among which edges are computed.
+        on_progress: is told of how many of them the edges are known.
     """
     for name, share in (("node_share", node_share), ("edge_share", edge_share)):
         refuse_outside(name, share, 0, 1, open=True)
@@ -205,8 +213,8 @@ def graph(
     dictionaries = _dictionaries(prepared.model, features)
     cut = CutPass.of(prepared, "v", "pattern", *(("q", "k", "scores") if scores else ()))
     effects = Effects(query, cut, dictionaries, neurons, scores)
-    some = effects.candidates(CANDIDATES)
-    tables, sums = effects.edges(some)
+    some = effects.candidates(candidates)
+    tables, sums = effects.edges(some, on_progress)
     influence, of_edges = _influence(tables)
     kept, node_kept = _most(influence, node_share, nodes)
     kept = kept.sort().values
@@ -245,6 +253,152 @@ def graph(
         scores=scores,
         difference=effects.differences(chosen, edges) if verify else None,
     )
+
+
+# Without an edge --------------------------------------------------------------------------------------------
+
+
+READS = {"value": "v", "key": "k", "query": "q"}  # what a head reads by an edge of each kind
+TESTED = 16  # edges of one pass
+
+
+@dataclass(frozen=True)
+class EdgeEffect(results.Result):
+    """What the model says without one edge. Unlike in the graph, everything after it is free to change."""
+
+    source: str
+    target: str
+    kind: str
+    held: float | None  # change of the logit with all else held, as in the graph; None: of keys and queries
+    change: float  # of the logit
+    before: float | None  # the probability of the choice; None where the model gives a number
+    after: float | None
+
+
+def without_edges(
+    m: inputs.AnyModel,
+    given: inputs.Given | inputs.Prepared,
+    edges: Sequence[GraphEdge],
+    token: str | int | None = None,
+    position: int = -1,
+    target: inputs.Target = None,
+    against: str | int | None = None,
+    pair: str | None = None,
+) -> list[EdgeEffect]:
+    """Return what each of some edges changes where its target does not get what its source adds.
+
+    The target alone computes anew, from the values, keys or queries that it has without the edge; then all
+    later parts do, once with patterns, norms and gates held, once with their own. Edges are those of a graph
+    whose nodes are embeddings, heads, feed-forwards and neurons; other arguments are `contributions`'.
+    """
+    prepared = inputs.prepare(m, given, target, pair)
+    query = LogitQuery.of(prepared.m, prepared, token, position, against=against, parts=False)
+    cut, read = CutPass.of(prepared), query.read
+    effects: list[EdgeEffect] = []
+    for first in range(0, len(edges), TESTED):
+        some = edges[first : first + TESTED]
+        with torch.no_grad(), evaluating(prepared.model):
+            with holding(prepared.model):
+                held = _hidden_without(cut, some)[:, read.rows].double()
+            scores = query.choices.column_scores(_hidden_without(cut, some), query.column).double()
+        moved = ((held - held[:1]) * read.directions).sum((1, 2)).tolist()
+        logits = query.difference(scores).tolist()
+        before, *after = (query.choices.probability(row, query.choice) for row in scores)
+        for row, edge in enumerate(some, 1):
+            ends = edge.source, edge.target, edge.kind
+            exact = moved[row] if edge.kind == "value" else None
+            effects.append(EdgeEffect(*ends, exact, logits[row] - logits[0], before, after[row - 1]))
+    return effects
+
+
+class _Site(NamedTuple):
+    """Where a node is: the tap of its part's output, and which head or neuron of it."""
+
+    tap: str
+    position: int
+    number: int | None = None
+    neuron: bool = False
+
+    @classmethod
+    def of(cls, node: str) -> "_Site":
+        name, _, position = node.rpartition("@")
+        kind, _, rest = name.rpartition(" ")
+        refuse(
+            kind not in ("", "feedforward", "neuron"),
+            f'"{node}" is no part whose edges can be tested: those are embeddings, heads, feed-forwards '
+            "and neurons",
+        )
+        if name.endswith("embedding"):
+            return cls(name, int(position))
+        *stack, layer = rest.split(".")
+        number = None
+        if kind != "feedforward":
+            number, layer = int(layer), stack.pop()
+        prefix = "encoder." if "encoder" in stack else ""
+        part = "feedforward" if kind else "cross" if "cross" in stack else "attention"
+        return cls(f"{prefix}blocks.{layer}.{part}.out", int(position), number, kind == "neuron")
+
+    @property
+    def part(self) -> str:
+        return self.tap.removesuffix(".out")
+
+    @property
+    def shows(self) -> str:
+        """The tap of what the node itself computes."""
+        if self.number is None:
+            return self.tap
+        return f"{self.part}.post" if self.neuron else f"{self.part}.z"
+
+    def reads(self, kind: str) -> str:
+        """Return the tap of what the node reads by an edge of a kind."""
+        return f"{self.part}.{READS[kind] if self.tap.endswith(HEADS) else 'in'}"
+
+    def added(self, cut: CutPass, x: Tensor) -> Tensor:
+        """Return what the node adds to the stream [D], from the activation at `shows` of one row."""
+        if self.number is None:
+            return x[self.position]
+        if self.neuron:
+            weight: Tensor = part_of(cut.prepared.model, self.tap).down.weight
+            return x[self.position, self.number] * weight[:, self.number]
+        return x[self.number, self.position] @ cut.weight_out(self.tap)[self.number]
+
+
+def _hidden_without(cut: CutPass, edges: Sequence[GraphEdge]) -> Tensor:
+    """Return the hidden states of the model, and of the model without each edge: [1 + edges, T, D]."""
+    model, rows = cut.prepared.model, range(1, len(edges) + 1)
+    sources = [_Site.of(edge.source) for edge in edges]
+    targets = [None if edge.target == "logit" else _Site.of(edge.target) for edge in edges]
+    repeated = {name: x.expand(len(edges) + 1, *x.shape[1:]) for name, x in cut.prepared.arguments.items()}
+    removed = [(site.tap, site.position, site.added(cut, cut[site.shows][0].detach())) for site in sources]
+    reads = {row: site.reads(edge.kind) for row, site, edge in zip(rows, targets, edges) if site}
+    with record(model, *reads.values(), "hidden") as direct, removing(cut, removed, hold=True):
+        model(**repeated, logits="none")  # all parts add what they did: what is read differs by the edge
+    hidden = direct["hidden"].clone()
+    if not reads:
+        return hidden
+
+    def swapped(tap: str, x: Tensor) -> Tensor:
+        x = x.clone()
+        for row, read in reads.items():
+            if read == tap:
+                x[row] = direct[tap][row]
+        return x
+
+    inner = {row: site for row, site in zip(rows, targets) if site}
+    with (
+        record(model, *(site.shows for site in inner.values())) as seen,
+        edit(model, {tap: partial(swapped, tap) for tap in reads.values()}),
+    ):
+        model(**repeated, logits="none")
+    lost = [(next(iter(cut.leaves)), 0, hidden.new_zeros(()))] * len(edges)  # nothing
+    for row, site in inner.items():
+        x = seen[site.shows]
+        lost[row - 1] = site.tap, site.position, site.added(cut, x[0]) - site.added(cut, x[row])
+    with removing(cut, lost, hold=False):
+        free = model(**repeated, logits="none").hidden
+    for row in inner:
+        hidden[row] = free[row]
+    return hidden
 
 
 def _logit_node(query: LogitQuery) -> Node:

@@ -486,13 +486,21 @@ def firing(
     against: str | int | None = None,
     pair: str | None = None,
     count: int = 10,
+    layer: int | None = None,
 ) -> Firing:
-    """Return the neurons that matter most to one logit; the arguments are `contributions`'."""
+    """Return the neurons that matter most to one logit, of all feed-forwards or of one layer's.
+
+    The other arguments are `contributions`'.
+    """
     model = inputs.as_model(m).model
+    every = range(model.main.spec.n_layers)
+    refuse(
+        layer is not None and layer not in every, f"there is no layer {layer}: layers are 0 to {every[-1]}"
+    )
     taps = [
-        f"blocks.{layer}.feedforward.post"
-        for layer in range(model.main.spec.n_layers)
-        if f"blocks.{layer}.feedforward.post" in tap_names(model)
+        f"blocks.{own}.feedforward.post"
+        for own in (every if layer is None else [layer])
+        if f"blocks.{own}.feedforward.post" in tap_names(model)
     ]
     refuse(not taps, "this model has no plain feed-forward whose neurons could be looked at")
     query = LogitQuery.of(m, given, token, position, target, against, pair, taps)

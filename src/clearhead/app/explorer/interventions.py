@@ -5,6 +5,7 @@ Interventions on every single part take many passes: the page begins them as job
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +16,9 @@ from clearhead.app.explorer.views import PageRun, packed_floats, short
 from clearhead.errors import InputError, refuse
 from clearhead.inside.ablation import How, effect, effect_of_each
 from clearhead.inside.attribution import occlusion
+from clearhead.inside.direct_effects import GraphEdge
 from clearhead.inside.geometry import neighbours, projection, similarity
+from clearhead.inside.graph import graph, without_edges
 from clearhead.inside.inputs import choices_of, find_column, prepare
 from clearhead.inside.interventions import Values, single_parts, steering, steering_vector
 from clearhead.inside.logit_attribution import firing
@@ -30,6 +33,9 @@ NEURONS = 8  # that are listed
 GROUP_TOKENS = 1536  # of the parts that are tried in one go
 FIRED = 3  # places that are shown of each
 WRITTEN = 24  # tokens of a steered text
+GRAPH_NODES = 40
+GRAPH_EDGES = 150
+GRAPH_CANDIDATES = 150
 NEAR = 24  # tokens around the chosen one on the map
 CHOICES = 5  # of a steered answer
 
@@ -163,31 +169,121 @@ def similar(run: PageRun) -> dict[str, Any]:
     }
 
 
-def neurons(
-    run: PageRun, position: int = -1, token: int | None = None, against: int | None = None
+def graph_of(
+    run: PageRun,
+    position: int = -1,
+    token: int | None = None,
+    against: int | None = None,
+    neurons: int = 0,
+    scores: int = 0,
 ) -> dict[str, Any]:
-    """Return the neurons that matter to one choice, what promotes them elsewhere, and what they promote."""
+    """Return the attribution graph of one choice.
+
+    With `neurons` feed-forwards are taken apart, with `scores` it has what made heads look, too. Edges come
+    in an order in which the first so many always lead to the choice, the most influential first.
+    """
+    options: dict[str, Any] = {"neurons": neurons > 0, "scores": scores > 0, "nodes": GRAPH_NODES}
+    options |= {"candidates": GRAPH_CANDIDATES, "on_progress": run.progress}
+    found = graph(run.m, run.prepared, token, position, against=against, **options)
+    edges = _from_the_answer(list(found.edges))[:GRAPH_EDGES]
+    ends = {"logit"}.union(*({edge.source, edge.target} for edge in edges))
+    nodes = [node for node in found.nodes if node.id in ends]
+    wanted = ("column", "choice", "against", "centred", "probability", "logit", "kept_nodes", "scores")
+    body: dict[str, Any] = {name: getattr(found, name) for name in wanted}
+    shown = ("id", "kind", "layer", "position", "label", "stack")
+    known = _known_neurons(run, [node.id.split()[1].split("@")[0] for node in nodes if node.kind == "neuron"])
+    body["nodes"] = [
+        {name: getattr(node, name) for name in shown}
+        | {"value": short(node.value)}
+        | known.get(node.id.rpartition(" ")[2].split("@")[0], {})
+        for node in nodes
+    ]
+    body["edges"] = [
+        {"source": edge.source, "target": edge.target, "kind": edge.kind}
+        | {"value": short(edge.value), "influence": short(edge.influence)}
+        for edge in edges
+    ]
+    return body
+
+
+def _from_the_answer(edges: list[GraphEdge]) -> list[GraphEdge]:
+    """Order edges, given by influence, so that each leads to a node that the answer was reached from."""
+    reached, ordered = {"logit"}, list[GraphEdge]()
+    while (edge := next((edge for edge in edges if edge.target in reached), None)) is not None:
+        edges.remove(edge)
+        ordered.append(edge)
+        reached.add(edge.source)
+    return ordered
+
+
+def edge_test(
+    run: PageRun,
+    source: str,
+    target: str,
+    kind: str,
+    position: int = -1,
+    token: int | None = None,
+    against: int | None = None,
+) -> dict[str, Any]:
+    """Return what the model says without one edge of the graph."""
+    edge = {"source": source, "target": target, "kind": kind}
+    return edge_tests(run, [edge], position, token, against)[0]
+
+
+def edge_tests(
+    run: PageRun,
+    edges: Sequence[Mapping[str, Any]],
+    position: int = -1,
+    token: int | None = None,
+    against: int | None = None,
+) -> list[dict[str, Any]]:
+    """Return the same for several edges, which are tested together."""
+    some = [GraphEdge(edge["source"], edge["target"], edge["kind"], 0.0) for edge in edges]
+    return [
+        effect.to_dict()
+        for effect in without_edges(run.m, run.prepared, some, token, position, against=against)
+    ]
+
+
+def neurons(
+    run: PageRun,
+    position: int = -1,
+    token: int | None = None,
+    against: int | None = None,
+    layer: int | None = None,
+) -> dict[str, Any]:
+    """Return the neurons that matter to one choice, what promotes them elsewhere, and what they promote.
+
+    With `layer`, those of one feed-forward.
+    """
     m, prepared = run.m, run.prepared
-    fired_here = firing(m, prepared, token, position, against=against, count=NEURONS)
-    corpus = None
-    if prepared.source is None and prepared.tokens.ids:
-        library = fired(m) if run.corpus is None else run.corpus()
-        corpus = library or read_corpus(m, [prepared], top=FIRED)
-    known_neurons = None if corpus is None else corpus.judged([neuron.name for neuron in fired_here.neurons])
-    rows = []
-    for neuron in fired_here.neurons:
-        known = None if known_neurons is None else known_neurons.neuron(neuron.name)
-        contexts = () if known is None else known.contexts
-        rows.append(
-            {
-                **neuron.to_dict(),
-                "promotes": [name for name, _ in (known.promoted if known else ())][:6],
-                "fired": [
-                    {"before": each.before, "token": each.token, "after": each.after} for each in contexts
-                ],
-            }
-        )
+    fired_here = firing(m, prepared, token, position, against=against, count=NEURONS, layer=layer)
+    known = _known_neurons(run, [neuron.name for neuron in fired_here.neurons])
+    unknown: dict[str, Any] = {"promotes": [], "fired": []}
+    rows = [neuron.to_dict() | known.get(neuron.name, unknown) for neuron in fired_here.neurons]
+    corpus = _corpus_of(run)
     return {"choice": fired_here.choice, "neurons": rows, "read": 0 if corpus is None else corpus.texts}
+
+
+def _corpus_of(run: PageRun) -> ReadCorpus | None:
+    """Return what fires neurons in the texts for this model, else in the text of the run; None: no text."""
+    if run.prepared.source is not None or not run.prepared.tokens.ids:
+        return None
+    library = fired(run.m) if run.corpus is None else run.corpus()
+    return library or read_corpus(run.m, [run.prepared], top=FIRED)
+
+
+def _known_neurons(run: PageRun, names: list[str]) -> dict[str, dict[str, Any]]:
+    """Return what each neuron promotes, and where it fires most."""
+    corpus = _corpus_of(run) if names else None
+    if corpus is None:
+        return {}
+    judged, known = corpus.judged(names), {}
+    for name in names:
+        neuron = judged.neuron(name)
+        fired_at = [{"before": x.before, "token": x.token, "after": x.after} for x in neuron.contexts]
+        known[name] = {"promotes": [label for label, _ in neuron.promoted][:6], "fired": fired_at}
+    return known
 
 
 def fired(m: Model) -> ReadCorpus | None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from clearhead.app.explorer.interventions import edge_tests
 from clearhead.app.explorer.session import given_of
 from clearhead.app.explorer.views import PageRun, begin, finite, model_view
 from clearhead.app.views import page_view
@@ -38,6 +39,7 @@ LOGIT_BYTES = 3_000_000
 STOP_NUMBERS = 300_000  # of all heads whose inside is recorded
 EXAMPLE_PARAMETERS = 50_000_000  # of a model whose examples are recorded too
 EXAMPLE_SHARE = 16  # of the bytes of the run itself, all examples together get one in so many
+GRAPH_TESTED = 24  # edges of a graph, as many as the page shows at first
 NAMED = 3  # heads of the path whose inside is recorded before any other
 EXPLAINED = 12  # edges of the path whose reasons are recorded; of an example and of a long text, a quarter
 BATCH_TOKENS = 100_000  # that interventions of a file may take: longer ones are left out
@@ -212,8 +214,24 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
         with suppress(ClearheadError):
             path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
             views[f"{here}/{path}"] = page_view(run, path)
+    if share == 1 and sum(weight.numel() for weight in run.m.model.parameters()) <= EXAMPLE_PARAMETERS:
+        views |= _graphs(run, here, opened.query)
     stops = _stops(run, about, opened, edges, share)
     return views | {f"{here}/stops/{stop['head']}/{stop['reader']}": finite(stop) for stop in stops}
+
+
+def _graphs(run: PageRun, here: str, query: str) -> dict[str, Any]:
+    """Return the graphs of an answer, and the tests of the edges that the page shows first."""
+    views: dict[str, Any] = {}
+    asked = {name: int(value) for name, value in parse_qsl(query)}
+    for more in ("", "&scores=1", "&neurons=1"):
+        with suppress(ClearheadError):  # a model whose attention or feed-forwards a graph does not take
+            body = page_view(run, f"graph?{query}{more}")
+            views[f"{here}/graph?{query}{more}"] = body
+            for edge in edge_tests(run, body["edges"][:GRAPH_TESTED], **asked):
+                path = f"edge/{edge['source']}/{edge['target']}/{edge['kind']}"
+                views[f"{here}/{path}?{query}"] = finite(edge)
+    return views
 
 
 def _examples(run: PageRun, examples: Examples) -> tuple[list[dict[str, Any]], dict[str, Any]]:

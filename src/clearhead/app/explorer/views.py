@@ -21,10 +21,11 @@ from numpy.typing import ArrayLike, NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from clearhead.errors import InputError, refuse
+from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.tokens.text import decoded, stages
 from clearhead.inside.attention import LayerMap, attention, mean_entropy
 from clearhead.inside.attribution import looks, paths
+from clearhead.inside.held import refuse_bent
 from clearhead.inside.inputs import (
     CachedPass,
     Choices,
@@ -42,6 +43,7 @@ from clearhead.inside.results import plain
 from clearhead.inside.trace import Trace, TraceStep, trace
 from clearhead.inside.trace_words import filled_words
 from clearhead.run.api import Model
+from clearhead.run.quant.layers import quantized_parts
 from clearhead.variants.contexts import Recording, evaluating, tap_names
 
 CELLS = 512 * 512  # of one head's pattern while the page is live
@@ -51,6 +53,7 @@ LISTED = 200  # choices that are sent with their names
 EDGES = 300  # of a path, the largest ones
 HIDDEN = -1e30  # scores below this are masked
 MIX = "Each value counts as much as its share; what is shown is the length of what each token gives."
+GRAPH_PARAMETERS = 500_000_000  # of a model whose graph the page computes: it takes a copy in float64
 OnPart = Callable[..., None]  # told (done, total), perhaps with what is there already
 TASKS = {"lm": "next", "mlm": "fill", "classifier": "classify", "tagger": "tag", "span": "span"}
 
@@ -140,7 +143,20 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
             for attention, kind in kinds_of(config).items()
         ],
         "unpatterned": unpatterned(config),
+        "graph": _takes_graph(m),
     }
+
+
+def _takes_graph(m: Model) -> bool:
+    """Return whether `graph` takes the model, and a copy of it in float64 is not too large for a page."""
+    small = sum(weight.numel() for weight in m.model.parameters()) <= GRAPH_PARAMETERS
+    if not small or m.config.head not in TASKS or m.config.head_layer or quantized_parts(m.model):
+        return False
+    try:
+        refuse_bent(m.model)
+    except ClearheadError:
+        return False
+    return True
 
 
 def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:

@@ -197,7 +197,9 @@ export const attentionSection = {
       const name = chosen;
       const bits = app.store.get("colour") === "off" ? values?.get(name) : undefined;
       const offered = run && name && colourPath(app, run, "off") !== null;
-      replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Turn head ${name} off`)] : null);
+      const named = leadingHead(app);
+      const other = named && headOf(named) && name && named !== name && name !== "rollout";
+      replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Turn head ${name} off`), " "] : null, other ? el("button", { type: "button", id: "attention-story", onclick: () => { picked = false; app.store.set("head", named); } }, `Show head ${named}, which the story names`) : null);
     }
 
     function paintThumbs() {
@@ -341,7 +343,8 @@ export const attentionSection = {
       small = await wait(app.source.get(`run/${run.run}/thumbnails/${kind}`));
       const rolled = chosen === "rollout" && kind !== "cross";
       const pinned = headOf(app.store.get("head"));
-      if (pinned && pinned.kind !== kind) return goTo(pinned.kind); // it was pinned meanwhile
+      const named = pinned || (picked ? null : headOf(leadingHead(app)));
+      if (named && named.kind !== kind) return goTo(named.kind); // it was pinned, or the story named it, meanwhile
       const { layer, number } = firstHead();
       chosen = rolled ? "rollout" : headName(layer, number);
       drawGrid();
@@ -372,6 +375,7 @@ export const attentionSection = {
     for (const key of ["colour", "position", "target", "foil", "other", "view"]) app.store.listen(key, () => { if (root.offsetParent) recolour(); });
     app.store.listen("beside", () => { const found = headOf(chosen); showChoices(); if (found && small && found.kind === kind) open(found.layer, found.number); });
     app.store.listen("leading", () => {
+      showWithout();
       if (headOf(app.store.get("head")) || !small || chosen === "rollout") return;
       const leading = headOf(leadingHead(app));
       if (leading && leading.kind !== kind && !picked) return void goTo(leading.kind);

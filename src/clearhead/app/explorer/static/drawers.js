@@ -26,10 +26,14 @@ function drawer(app, root, { id, title, words, keys, load, path = `${id}?` }) {
 
 /** Neurons, each with what it adds here, what it promotes and what fires it. */
 async function showNeurons(app, run, body, wait) {
-  const found = await wait(app.source.get(`run/${run.run}/neurons?${askedOf(app, run)}`));
+  const layer = Number(app.store.get("neuronLayer")) < app.store.get("model").layers ? app.store.get("neuronLayer") : null;
+  const path = (own) => `run/${run.run}/neurons?${askedOf(app, run)}${own === null ? "" : `&layer=${own}`}`;
+  const found = await wait(app.source.get(path(app.source.has(path(layer)) ? layer : null)));
+  const layers = Array.from({ length: app.store.get("model").layers }, (_, number) => String(number)).filter((number) => app.source.has(path(number)));
+  const choice = el("select", { id: "neurons-layer", onchange: () => app.store.set("neuronLayer", choice.value || null) }, el("option", { value: "" }, "all feed-forwards"), layers.map((number) => el("option", { value: number, selected: number === layer }, `feed-forward ${number}`)));
   const fired = ({ before, token, after }) => el("li", {}, el("span", { class: "soft" }, before.slice(-40)), el("mark", {}, token), el("span", { class: "soft" }, after.slice(0, 30)));
   const row = (one) => el("tr", { "data-neuron": one.name }, el("th", { scope: "row", class: "mono" }, one.name), el("td", { class: "number", "data-value": one.value }, el("span", { class: "dot", style: { background: css(signedColour(one.value < 0 ? -0.85 : 0.85)) } }), figure(one.value)), el("td", { class: "mono neuron-words", dir: "auto" }, one.promotes.join("  ") || "–"), el("td", {}, one.fired.length ? el("ul", { class: "plain" }, one.fired.map(fired)) : "–"));
-  replace(body, el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Neurons" }, el("table", { class: "neurons" }, el("thead", {}, el("tr", {}, el("th", {}, "neuron"), el("th", { class: "number" }, "logits"), el("th", {}, "promotes"), el("th", {}, `fired most, in ${found.read} ${found.read === 1 ? "text" : "texts"}`))), el("tbody", {}, found.neurons.map(row)))));
+  replace(body, layers.length ? el("div", { class: "row toolbar" }, el("label", { for: "neurons-layer" }, "Of"), choice) : null, el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Neurons" }, el("table", { class: "neurons" }, el("thead", {}, el("tr", {}, el("th", {}, "neuron"), el("th", { class: "number" }, "logits"), el("th", {}, "promotes"), el("th", {}, `fired most, in ${found.read} ${found.read === 1 ? "text" : "texts"}`))), el("tbody", {}, found.neurons.map(row)))));
 }
 
 /** The plane of the chosen token, its neighbours and the text's tokens. */
@@ -100,7 +104,7 @@ export const drawersSection = {
     });
     replace(
       root,
-      drawer(app, root, { id: "neurons", title: "Neurons that matter here", words: "What single neurons of the feed-forwards add to the pinned answer, what they promote, and what fires them elsewhere.", keys: ["position", "target", "foil"], load: (run, body, wait) => showNeurons(app, run, body, wait) }),
+      drawer(app, root, { id: "neurons", title: "Neurons that matter here", words: "What single neurons of the feed-forwards add to the pinned answer, what they promote, and what fires them elsewhere.", keys: ["position", "target", "foil", "neuronLayer"], load: (run, body, wait) => showNeurons(app, run, body, wait) }),
       app.source.live ? steerDrawer(app) : null,
       drawer(app, root, { id: "map", title: "The chosen token among its neighbours", words: "Vectors of the input table, on the plane in which these differ most.", keys: ["position"], load: (run, body, wait) => showMap(app, run, body, wait) }),
       analyses,

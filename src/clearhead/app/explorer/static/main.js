@@ -9,6 +9,7 @@ import { el, replace, roving } from "./dom.js";
 import { drawersSection } from "./drawers.js";
 import { flowSection } from "./flow.js";
 import { glossed, mountGlossary } from "./glossary.js";
+import { graphSection } from "./graph.js";
 import { headSection } from "./head.js";
 import { inputSection } from "./input.js";
 import { lensSection } from "./lens.js";
@@ -26,12 +27,12 @@ import { startTour } from "./tour.js";
 import { worthSection } from "./ablation.js";
 
 const STAYS = [inputSection, answerSection]; // at the left, in place
-const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, playSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time
+const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, playSection, graphSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time
 
 const byId = (id) => document.getElementById(id);
 
 function makeApp(source) {
-  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, other: null, at: null, beside: null, colour: "pattern", how: "zero", sampling: { temperature: 1, topK: 0, topP: 1, minP: 0 }, position: null, layer: null, head: null, target: null, foil: null, off: "", dropped: "", typed: false, roles: {}, theme: null, example: false, failed: false });
+  const store = new Store({ model: null, run: null, selected: null, view: null, second: null, other: null, at: null, beside: null, colour: "pattern", how: "zero", sampling: { temperature: 1, topK: 0, topP: 1, minP: 0 }, position: null, layer: null, neuronLayer: null, head: null, target: null, foil: null, off: "", dropped: "", typed: false, roles: {}, theme: null, example: false, failed: false });
   return {
     source,
     store,
