@@ -66,13 +66,14 @@ function graphPlaces(nodes, room) {
       }
     });
   }));
-  return { places, width: need + gap * columns.length + 8, height, high };
+  const bare = columns.map((column, at) => ({ node: nodes.find((node) => columnOf(node) === column), x: lefts[at] + widths[at] / 2, y: height - 4 - high / 2 })).filter((_, at) => !grid[at][0].length);
+  return { places, bare, width: need + gap * columns.length + 8, height, high };
 }
 
 /** The picture: blue adds, red takes; dashed by way of keys and queries. */
 function graphPicture({ nodes, edges, roles, room, chosen, choose }) {
   const narrow = room < GRAPH_NARROW;
-  const { places, width, height, high } = graphPlaces(nodes, room);
+  const { places, bare, width, height, high } = graphPlaces(nodes, room);
   const most = Math.max(...edges.map((edge) => edge.influence), 1e-9);
   const thick = (edge) => 1 + 7 * Math.sqrt(edge.influence / most);
   const short = (text, letters) => (text.length > letters ? `${text.slice(0, letters - 1)}…` : text);
@@ -102,6 +103,7 @@ function graphPicture({ nodes, edges, roles, room, chosen, choose }) {
     "svg",
     { viewBox: `0 0 ${width} ${height}`, width, height, class: "graph-picture", role: "img", "aria-label": "The graph of parts that led to the answer; the table lists its edges" },
     [...edges].reverse().map((edge) => svg("path", { d: curve(edge), class: `graph-edge${edge.kind === "value" ? "" : " graph-look"}`, "data-edge": graphKey(edge), stroke: css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": thick(edge), "stroke-opacity": lit(edge) ? 0.8 : 0.12, onclick: () => choose(graphKey(edge)) }, svg("title", {}, `${edge.source} to ${edge.target}: ${signed(edge.value)} logits`))),
+    bare.map(({ node, x, y }) => svg("text", { x, y: y + 4.5, "text-anchor": "middle", class: "graph-more" }, short(node.label, 14))), // a token whose embedding is not among the nodes
     nodes.map(box),
   );
 }
