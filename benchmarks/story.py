@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import tempfile
 import time
 from collections.abc import Iterator
@@ -181,9 +182,10 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     keep, parts = KeptParts(options.save), options.parts.split(",")
-    device = f"{processor_name()}; others use the machine too"
+    device = f"{processor_name()}; others use the machine too, load {os.getloadavg()[0]:.1f}"
     if "file" in parts:
-        m = ch.load("../shared/weights/stories260K/hf")
+        weights = Path("../shared/weights/stories260K")
+        m = ch.load(weights / "hf", tokenizer=weights / "tok512.bin")
         given, pair = first_given(m, None)
         size = len(single_file(record(m, "stories260K", given, None, pair, examples=findings(m))).encode())
         keep(

@@ -5,6 +5,7 @@ import pytest
 axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 SECTIONS = {
     "path": "[data-edge]",
+    "graph": "[data-node]",
     "head": "[data-source]",
     "flow": "[data-group]",
     "attention": "canvas.heat",
@@ -32,7 +33,7 @@ QUIET = "names => !names.some((name) => document.querySelector(`#${name} [aria-b
 @pytest.mark.parametrize("family", OWN)
 @pytest.mark.slow
 def test_axe_finds_nothing_serious(watched, served, family):
-    """Check all rules in light, and those about colours again in dark.
+    """Check all rules in light, and those about colours again in dark; and all of it at a phone's width.
 
     The text is short, so that axe reads the page quickly.
     """
@@ -67,11 +68,14 @@ def test_axe_finds_nothing_serious(watched, served, family):
         )
     seen.page.add_style_tag(content="main [aria-busy] { opacity: 1 !important }")  # faint for a moment
     seen.wait(QUIET, [*looked])
-    assert serious(seen, OWN[family]) == []
-    seen.page.evaluate("() => { document.getElementById('theme').click(); }")
-    assert seen.page.evaluate("document.documentElement.dataset.theme") == "dark"
-    seen.wait(QUIET, [*looked])
-    assert serious(seen, OWN[family], runOnly=["color-contrast", "link-in-text-block"]) == []
+    colours = {"runOnly": ["color-contrast", "link-in-text-block"]}
+    for width in (1280, 390):
+        seen.page.set_viewport_size({"width": width, "height": 844})
+        for theme, rules in (("light", {}), ("dark", colours)):
+            if seen.page.evaluate("document.documentElement.dataset.theme || 'light'") != theme:
+                seen.page.evaluate("() => { document.getElementById('theme').click(); }")
+            seen.wait(QUIET, [*looked])
+            assert serious(seen, OWN[family], **rules) == [], (width, theme)
 
 
 def serious(seen, sections, **options):

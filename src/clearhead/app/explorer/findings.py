@@ -87,7 +87,7 @@ def best_example(m: Model) -> dict[str, Any] | None:
     return best
 
 
-def _own_texts(m: Model) -> list[str]:
+def own_texts(m: Model) -> list[str]:
     """Return texts of the validation side of the data that a run in the model's folder learned from."""
     recipe = run_recipe(m.folder)
     if recipe is None:
@@ -140,7 +140,7 @@ def inputs_for(m: Model) -> list[tuple[dict[str, Any], Any, str | None]]:
         last = max(config.vocab_size - 1, 1)
         rows = ([0, 1] * 4, list(range(8)), [3, 1, 4, 1, 5, 3, 1, 4], [2] * 6, list(range(8, 0, -1)))
         return [({"ids": ids}, ids, None) for ids in ([number % last for number in row] for row in rows)]
-    own = _own_texts(m)
+    own = own_texts(m)
     if own:
         return [({"text": text}, text, None) for text in own]
     if config.family == "encoder-decoder":

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from clearhead.app.explorer.findings import inputs_for
+from clearhead.app.explorer.findings import own_texts
 from clearhead.app.explorer.views import PageRun, packed_floats, short
 from clearhead.errors import InputError, refuse
 from clearhead.inside.ablation import How, effect, effect_of_each
@@ -191,7 +191,8 @@ def graph_of(
     wanted = ("column", "choice", "against", "centred", "probability", "logit", "kept_nodes", "scores")
     body: dict[str, Any] = {name: getattr(found, name) for name in wanted}
     shown = ("id", "kind", "layer", "position", "label", "stack")
-    known = _known_neurons(run, [node.id.split()[1].split("@")[0] for node in nodes if node.kind == "neuron"])
+    units = [node.id.split()[1].split("@")[0] for node in nodes if node.kind == "neuron"]
+    known = _known_neurons(_corpus_of(run) if units else None, units)
     body["nodes"] = [
         {name: getattr(node, name) for name in shown}
         | {"value": short(node.value)}
@@ -258,25 +259,24 @@ def neurons(
     """
     m, prepared = run.m, run.prepared
     fired_here = firing(m, prepared, token, position, against=against, count=NEURONS, layer=layer)
-    known = _known_neurons(run, [neuron.name for neuron in fired_here.neurons])
+    corpus = _corpus_of(run)
+    known = _known_neurons(corpus, [neuron.name for neuron in fired_here.neurons])
     unknown: dict[str, Any] = {"promotes": [], "fired": []}
     rows = [neuron.to_dict() | known.get(neuron.name, unknown) for neuron in fired_here.neurons]
-    corpus = _corpus_of(run)
     return {"choice": fired_here.choice, "neurons": rows, "read": 0 if corpus is None else corpus.texts}
 
 
 def _corpus_of(run: PageRun) -> ReadCorpus | None:
-    """Return what fires neurons in the texts for this model, else in the text of the run; None: no text."""
+    """Return what fires neurons in the data that the model learned from, else in the text of the run."""
     if run.prepared.source is not None or not run.prepared.tokens.ids:
         return None
     library = fired(run.m) if run.corpus is None else run.corpus()
     return library or read_corpus(run.m, [run.prepared], top=FIRED)
 
 
-def _known_neurons(run: PageRun, names: list[str]) -> dict[str, dict[str, Any]]:
+def _known_neurons(corpus: ReadCorpus | None, names: list[str]) -> dict[str, dict[str, Any]]:
     """Return what each neuron promotes, and where it fires most."""
-    corpus = _corpus_of(run) if names else None
-    if corpus is None:
+    if corpus is None or not names:
         return {}
     judged, known = corpus.judged(names), {}
     for name in names:
@@ -287,9 +287,10 @@ def _known_neurons(run: PageRun, names: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def fired(m: Model) -> ReadCorpus | None:
-    """Return what fires every neuron in the examples for this model; None where it reads no text."""
+    """Return what fires every neuron in texts of the model's own data; None where it has none."""
     readable = m.tokenizer is not None and m.config.input == "tokens" and len(m.config.stacks) == 1
-    return read_corpus(m, [given for _, given, _ in inputs_for(m)], top=FIRED) if readable else None
+    texts = own_texts(m) if readable else []
+    return read_corpus(m, texts, top=FIRED) if texts else None
 
 
 def steered(

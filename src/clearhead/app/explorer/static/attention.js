@@ -199,7 +199,7 @@ export const attentionSection = {
       const offered = run && name && colourPath(app, run, "off") !== null;
       const named = leadingHead(app);
       const other = named && headOf(named) && name && named !== name && name !== "rollout";
-      replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Turn head ${name} off`), " "] : null, other ? el("button", { type: "button", id: "attention-story", onclick: () => { picked = false; app.store.set("head", named); } }, `Show head ${named}, which the story names`) : null);
+      replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Turn off head ${name}`), " "] : null, other ? el("button", { type: "button", id: "attention-story", onclick: () => { picked = false; app.store.set("head", named); } }, `Show head ${named}, which the story names`) : null);
     }
 
     function paintThumbs() {

@@ -48,7 +48,7 @@ export function replace(node, ...children) {
  * the one that is chosen, else the first.
  */
 export function roving(node, selector) {
-  const all = () => [...node.querySelectorAll(selector)].filter((one) => !one.closest("[hidden]") && !one.disabled);
+  const all = () => [...node.querySelectorAll(selector)].filter((one) => !one.disabled && !(one.closest("[hidden]") && node.contains(one.closest("[hidden]")))); // all of it may be hidden for now
   const settle = (here) => { for (const one of node.querySelectorAll(selector)) one.tabIndex = one === here ? 0 : -1; };
   const start = () => { const there = all(); settle(there.find((one) => one === document.activeElement) || there.find((one) => one.matches('[aria-current], [aria-pressed="true"]')) || there[0]); };
   node.addEventListener("focusin", (event) => { if (event.target.matches(selector)) settle(event.target); });

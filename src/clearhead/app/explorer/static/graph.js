@@ -12,6 +12,7 @@ const GRAPH_NODE = [104, 34]; // pixels of a node, and of one on a phone
 const GRAPH_NODE_SMALL = [76, 34];
 const GRAPH_NARROW = 500;
 const GRAPH_ROW = 34; // pixels between rows
+const GRAPH_ROW_LEAST = 14;
 const GRAPH_GAP = 6; // and between columns, at least
 const GRAPH_WAYS = { value: "value", key: "key", query: "query" };
 
@@ -37,7 +38,7 @@ function graphWords(node) {
 }
 
 /** Where each node stands: columns of tokens, rows of parts from bottom to top; what shares a cell stands side by side, two in a line. */
-function graphPlaces(nodes, room) {
+function graphPlaces(nodes, room, tall) {
   const [full, high] = room < GRAPH_NARROW ? GRAPH_NODE_SMALL : GRAPH_NODE;
   const wide = (node) => (node.kind === "embedding" ? Math.min(full, Math.max(28, 8 * node.label.length + 14)) : full);
   const side = (node) => (node.stack ? 0 : 1);
@@ -53,8 +54,10 @@ function graphPlaces(nodes, room) {
   const need = widths.reduce((sum, one) => sum + one, 0);
   const gap = Math.max(GRAPH_GAP, Math.min(40, (room - need - 8) / columns.length));
   const lefts = widths.map((_, place) => 4 + gap / 2 + widths.slice(0, place).reduce((sum, one) => sum + one + gap, 0));
-  const heights = levels.map((_, row) => Math.max(...grid.map((rows) => rows[row].length)) * (high + 6) - 6 + GRAPH_ROW);
-  const height = heights.reduce((sum, one) => sum + one, 0) - GRAPH_ROW + 8;
+  const lines = levels.map((_, row) => Math.max(...grid.map((rows) => rows[row].length)) * (high + 6) - 6);
+  const between = Math.min(GRAPH_ROW, Math.max(GRAPH_ROW_LEAST, (tall - lines.reduce((sum, one) => sum + one, 8)) / levels.length)); // all of it fits the screen where it can
+  const heights = lines.map((own) => own + between);
+  const height = heights.reduce((sum, one) => sum + one, 0) - between + 8;
   const places = new Map();
   grid.forEach((rows, at) => rows.forEach((lines, step) => {
     const bottom = height - 4 - heights.slice(0, step).reduce((sum, one) => sum + one, 0);
@@ -71,9 +74,9 @@ function graphPlaces(nodes, room) {
 }
 
 /** The picture: blue adds, red takes; dashed by way of keys and queries. */
-function graphPicture({ nodes, edges, roles, room, chosen, choose }) {
+function graphPicture({ nodes, edges, roles, room, tall, chosen, choose }) {
   const narrow = room < GRAPH_NARROW;
-  const { places, bare, width, height, high } = graphPlaces(nodes, room);
+  const { places, bare, width, height, high } = graphPlaces(nodes, room, tall);
   const most = Math.max(...edges.map((edge) => edge.influence), 1e-9);
   const thick = (edge) => 1 + 7 * Math.sqrt(edge.influence / most);
   const short = (text, letters) => (text.length > letters ? `${text.slice(0, letters - 1)}…` : text);
@@ -153,7 +156,7 @@ export const graphSection = {
       const { edges, nodes } = shown();
       count.textContent = ` ${edges.length} of ${body.edges.length}`;
       const left = drawing ? picture.scrollLeft : Infinity; // it begins at the answer
-      drawing = graphPicture({ nodes, edges, roles: app.store.get("roles") || {}, room: picture.clientWidth, chosen, choose });
+      drawing = graphPicture({ nodes, edges, roles: app.store.get("roles") || {}, room: picture.clientWidth, tall: window.innerHeight - (picture.getBoundingClientRect().top + window.scrollY) - 16, chosen, choose });
       replace(picture, drawing);
       picture.scrollLeft = Math.min(left, picture.scrollWidth);
       replace(legend, [["value", 0.9, "adds to the answer"], ["value", -0.9, "takes from it"], ...(body.scores ? [["key", 0.9, "made a head look there (key, query)"]] : [])].map(([kind, value, words]) => el("li", {}, mark(kind, value), words)));

@@ -64,7 +64,7 @@ export const inputSection = {
   hint: "Type something. The model reads tokens, each a number.",
 
   mount(root, app) {
-    const text = el("textarea", { id: "input-text", rows: 2, spellcheck: "false" });
+    const text = el("textarea", { id: "input-text", rows: 2, spellcheck: "false", "aria-label": "Text" });
     const target = el("textarea", { id: "input-target", rows: 2, spellcheck: "false", placeholder: "empty: the model writes its own" });
     const pair = el("textarea", { id: "input-pair", rows: 2, spellcheck: "false" });
     const image = el("input", { type: "file", id: "input-image", accept: "image/*", onchange: () => pick(image.files[0]) });

@@ -518,6 +518,7 @@ export const playSection = {
       const own = new PlayData(app, run, () => { if (data === own) show(); });
       data = own;
       problem.textContent = "";
+      if (!scenes.length) replace(words, "Every step of the forward pass is being computed…");
       const trace = await app.source.get(`run/${run.run}/trace`).catch((error) => { if (data === own && !error.dropped) problem.textContent = error.message; return null; });
       if (data !== own) return;
       if (!trace) { data = null; return; }
