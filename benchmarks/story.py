@@ -37,15 +37,16 @@ from clearhead.app.explorer.session import Opened, first_given
 from clearhead.inside.inputs import choices_of, prepare
 from clearhead.inside.story import PartEffect, explain
 
+WEIGHTS = Path("../shared/weights/stories260K")
 TRAINED = {
     "seq2seq-dates": {"train.steps": 300},
     "char-gpt-cpu": {"train.steps": 150},
     "g2p": {"train.steps": 150},
 }
 STORIES = (
-    [1, 403, 407, 261, 378],
-    [1, 403, 407, 261, 378, 432, 401, 403],
-    [1, 5, 9, 12, 5, 9],
+    'Once upon a time, there was a cat named Tom. Tom liked to run. "Hello,',
+    "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. One day,",
+    "Lily and Ben went to the park. Lily saw a big, red ball. Ben",
 )
 REACTIONS = ("CC(=O)O.[MASK]>>CC(=O)OCC", "CCO.CC(=O)O>>CC(=O)[MASK]CC", "c1ccccc1Br.[MASK]>>c1ccccc1")
 PROMPTS = (
@@ -73,7 +74,7 @@ def models(smollm2: Path | None, only: str) -> Iterator[tuple[str, Any, list[Any
     if smollm2 is not None and only in "SmolLM2-135M-Instruct":
         yield "SmolLM2-135M-Instruct", ch.load(smollm2), list(PROMPTS)
     if only in "stories260K":
-        yield "stories260K", ch.load("../shared/weights/stories260K/hf"), [list(ids) for ids in STORIES]
+        yield "stories260K", ch.load(WEIGHTS / "hf", tokenizer=WEIGHTS / "tok512.bin"), list(STORIES)
     folder = packaged("rxnfp")
     if folder is not None and only in "rxnfp, masked, classifier":
         forms = folder / "models" / "transformers"
@@ -184,8 +185,7 @@ def main() -> None:
     keep, parts = KeptParts(options.save), options.parts.split(",")
     device = f"{processor_name()}; others use the machine too, load {os.getloadavg()[0]:.1f}"
     if "file" in parts:
-        weights = Path("../shared/weights/stories260K")
-        m = ch.load(weights / "hf", tokenizer=weights / "tok512.bin")
+        m = ch.load(WEIGHTS / "hf", tokenizer=WEIGHTS / "tok512.bin")
         given, pair = first_given(m, None)
         size = len(single_file(record(m, "stories260K", given, None, pair, examples=findings(m))).encode())
         keep(

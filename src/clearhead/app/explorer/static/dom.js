@@ -101,6 +101,11 @@ export function bytes(value) {
   return `${Math.round(value)} B`;
 }
 
+/** A time as people read it: 1.77 s, 49.7 ms. */
+export function seconds(value) {
+  return value >= 1 ? `${rounded(value, 3)} s` : `${value >= 1e-6 ? rounded(1000 * value, 3) : 0} ms`;
+}
+
 /** A percentage. */
 export function percent(value) {
   if (value === null || value === undefined) return "–";

@@ -1,6 +1,6 @@
 // The flow: the forward pass from bottom to top, stack by stack, block by block, down to single steps and their numbers.
 
-import { bytes, el, figure, replace } from "./dom.js";
+import { bytes, el, figure, replace, seconds } from "./dom.js";
 import { heatmap, scaleBar } from "./heatmap.js";
 import { askAhead, asks, whenNear } from "./query.js";
 import { unpack } from "./source.js";
@@ -158,7 +158,7 @@ export const flowSection = {
         ["parameters", figure(step.parameters), ""],
         ["FLOPs", figure(step.flops), ""],
         ["result", bytes(step.bytes), step.dtype],
-        ["time", `${(1000 * step.seconds).toFixed(2)} ms`, ""],
+        ["time", seconds(step.seconds), ""],
       ];
       if (step.peek.mean !== null) facts.push(["mean", figure(step.peek.mean), `deviation ${figure(step.peek.std)}`], ["from", figure(step.peek.min), `to ${figure(step.peek.max)}`]);
       const numbers = el("div", { class: "wide", id: "flow-numbers" }, el("p", { class: "soft" }, "…"));
@@ -239,7 +239,7 @@ export const flowSection = {
       totals.textContent = "The steps are being counted…";
       view = await wait(app.source.get(`run/${run.run}/trace`));
       if (!open.size) openFirst();
-      totals.textContent = `${view.steps.length} steps, ${figure(view.totals.parameters)} parameters, ${figure(view.totals.flops)} FLOPs, ${(1000 * view.totals.seconds).toFixed(1)} ms, step by step`;
+      totals.textContent = `${view.steps.length} steps, ${figure(view.totals.parameters)} parameters, ${figure(view.totals.flops)} FLOPs, ${seconds(view.totals.seconds)}, step by step`;
       totals.dataset.parameters = String(view.totals.parameters);
       totals.dataset.flops = String(view.totals.flops);
       draw();
