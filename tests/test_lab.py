@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 
+from clearhead.core.config import ModelConfig
 from clearhead.errors import ClearheadError
-from clearhead.labs.lab import EXPERIMENTS, attention, report
+from clearhead.labs.lab import EXPERIMENTS, attention, ladder, report
 from clearhead.labs.lab.experiment import (
     Claim,
     Conditions,
@@ -21,6 +22,7 @@ from clearhead.labs.lab.experiment import (
     interval,
     run_trials,
 )
+from clearhead.learn.recipe import read_recipe
 
 pytestmark = pytest.mark.ledger("N1", "N10", "N2", "N3", "N4", "N5", "N6", "N7", "N8", "N9")
 # What is beyond doubt shows with a small share of the steps: which arm has less, which has more, by how much.
@@ -64,6 +66,10 @@ def test_what_is_beyond_doubt_comes_out(name, less, more, figure, effort, by):
 
 def check(experiment: Experiment, numbers) -> None:
     """A trial has every figure and curve, and claims speak of arms and figures that there are."""
+    if experiment.relate is not None:
+        numbers = experiment.relate({arm: [numbers] for arm in experiment.arms})[next(iter(experiment.arms))][
+            0
+        ]
     assert all(math.isfinite(numbers[figure]) for figure in experiment.figures)
     assert all(numbers[picture.curve or picture.figure] is not None for picture in experiment.pictures)
     for claim in experiment.claims.values():
@@ -192,6 +198,38 @@ def test_the_command_lists_refuses_runs_and_redraws(tmp_path, clearhead, monkeyp
     assert (folder / "report.md").read_text() == written
     assert (folder / "loss.png").exists()
     clearhead.refuses("is of tying", "lab", "scale", f"--redraw --out {folder}")
+
+
+def test_each_arm_of_the_ladder_is_a_recipe_and_a_share_is_told_at_equal_loss(clearhead, tmp_path):
+    for changes in ladder.ARMS.values():
+        recipe = read_recipe(None, {**ladder.SHARED, **ladder.SIZES["large"], **changes})
+        model = {name: value for name, value in recipe.model.items() if name != "base"}
+        assert ModelConfig(vocab_size=5, **model).d_model == 96
+
+    def trial(*losses: float, seconds: float = 1.0) -> dict:
+        """Losses after 100, 200, ... tokens."""
+        points = [[100.0 * number, loss] for number, loss in enumerate(losses, start=1)]
+        curves = {"over tokens": points, "over time": [[x * seconds, loss] for x, loss in points]}
+        return {f"{size} {name}": curve for size in ladder.SIZES for name, curve in curves.items()} | {
+            f"{size} loss": losses[-1] for size in ladder.SIZES
+        }
+
+    trials = {
+        ladder.BASELINE: [trial(4, 3, 2)],
+        "better": [trial(3, 1, 0, seconds=2)],
+        "worse": [trial(4, 4, 3)],
+    }
+    told = ladder.with_shares(trials)
+    shares = {arm: [told[arm][0][f"small {what}"] for what in ("tokens", "time")] for arm in trials}
+    assert shares == {
+        ladder.BASELINE: [1, 1],
+        "better": [150 / 300, 300 / 300],
+        "worse": [300 / 200, 300 / 200],
+    }
+    clearhead.refuses('no arm is called "QKnorm" (did you mean "QK-norm"?)', "lab", "ladder", "--arms QKnorm")
+    clearhead.refuses("tying has its own", "lab", "tying", f"--data {tmp_path}")
+    kept = ladder.LADDER.only(["Muon"])
+    assert list(kept.arms) == [ladder.BASELINE, "Muon"] and len(kept.claims) == len(ladder.SIZES)
 
 
 @pytest.mark.slow

@@ -226,6 +226,8 @@ def lab(
     full: bool = False,
     workers: int = 1,
     budget: float = 30.0,
+    data: Path | None = None,
+    arms: str | None = None,
     out: Path | None = None,
     redraw: bool = False,
 ) -> View:
@@ -240,6 +242,8 @@ def lab(
         full: ten times the steps, on a GPU where there is one
         workers: trials that run at once, each in a process with one thread
         budget: minutes it may take; one that takes longer is not begun
+        data (FILE): the text to learn from, for ladder; default: an embedded one
+        arms (NAMES): run the first arm and these alone, with commas between; default: all
         out (DIR): the folder to write; of all: one in it for each; default: lab/NAME
         redraw: train nothing: write report and pictures from results.json
 
@@ -247,6 +251,7 @@ def lab(
       clearhead lab
       clearhead lab residuals
       clearhead lab lstm --seeds 5 --out my-lab/
+      clearhead lab ladder --data book.txt --budget 60
       clearhead lab all --workers 8 --budget 60
     """
     if name is None:
@@ -269,8 +274,11 @@ def lab(
         drawn = {title: str(report.redraw(title, find(title), folder)) for title, folder in folders.items()}
         return View(drawn, [table("", ("experiment", "written"), drawn.items())])
     device = "cuda" if full and torch.cuda.is_available() else "cpu"
-    setting = Conditions(device=device, effort=effort * (10 if full else 1))
-    minutes = sum(find(title).minutes(seeds, setting) for title in folders) * pace(device) / workers
+    setting = Conditions(device=device, effort=effort * (10 if full else 1), data=str(data or ""))
+    fixed = [title for title in folders if data is not None and not find(title).takes_data]
+    refuse(fixed, f"--data is for experiments on any text, and {', '.join(fixed)} has its own: leave it out")
+    chosen = {title: find(title) if arms is None else find(title).only(arms.split(",")) for title in folders}
+    minutes = sum(each.minutes(seeds, setting) for each in chosen.values()) * pace(device) / workers
     refuse(
         minutes > budget,
         f"{name} would take about {minutes:.0f} minutes here, and --budget is {budget:g}: "
@@ -281,12 +289,18 @@ def lab(
     def tell(line: str) -> None:
         print_notes([line])
 
+    refuse(
+        arms is not None and (name == "all" or workers > 1),
+        "--arms is for one experiment in one process: leave --workers out",
+    )
     if workers > 1:
         run_trials(folders, seeds, setting, workers, tell)
     options = f"--seeds {seeds}" + f" --effort {effort:g}" * (effort != 1) + " --full" * full
+    options += f" --data {data}" if data is not None else ""
+    options += f' --arms "{arms}"' if arms is not None else ""
     bodies, rows = [], []
     for title, folder in folders.items():
-        experiment = find(title)
+        experiment = chosen[title]
         findings = conduct(title, experiment, folder, seeds, setting, *[tell] * (workers == 1))
         try:
             written = report.write(findings, folder, f"clearhead lab {title} {options}")

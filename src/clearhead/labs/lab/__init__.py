@@ -29,6 +29,7 @@ EXPERIMENTS = {
     "tying": Listed("architecture:TYING", "one table for reading and writing"),
     "smoothing": Listed("architecture:SMOOTHING", "what label smoothing does to confidence"),
     "experts": Listed("architecture:EXPERTS", "whether experts share the work by themselves"),
+    "ladder": Listed("ladder:LADDER", "known gains over a plain GPT-2: tokens and time to equal loss"),
     "scaling": Listed("scaling:SCALING", "a ladder of small models that predicts a larger one"),
     "distillation": Listed("tasks:DISTILLATION", "a small model that learns from a larger one"),
 }

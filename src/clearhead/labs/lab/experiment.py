@@ -22,7 +22,7 @@ import torch
 from clearhead.app.plot import Figure
 from clearhead.core.config import ModelConfig
 from clearhead.core.transformer import Transformer
-from clearhead.errors import InputError, refuse
+from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.files import write_text
 from clearhead.inside.long_text import quickest
 from clearhead.labs.lab import EXPERIMENTS
@@ -41,6 +41,7 @@ class Conditions:
     seed: int = 0
     device: str = "cpu"
     effort: float = 1.0  # a factor on the steps of training
+    data: str = ""  # the text of an experiment that takes one; "": an embedded one
 
     def steps(self, usual: int) -> int:
         """Return the number of steps to take in place of the usual ones."""
@@ -139,6 +140,9 @@ class Experiment:
     seconds: float = 30.0  # of a trial on one core
     # What all arms share, for the report; a function of the conditions where a value depends on them.
     setup: Mapping[str, Any] = field(default_factory=dict)
+    # Adds figures that compare an arm with another, once all have been measured.
+    relate: Callable[[Mapping[str, Sequence[Numbers]]], Mapping[str, Sequence[Numbers]]] | None = None
+    takes_data: bool = False  # whether it can be run on a text of one's own
 
     def setup_in(self, setting: Conditions) -> dict[str, Any]:
         """Return what all arms share in these conditions, with the steps that are taken in them."""
@@ -148,6 +152,22 @@ class Experiment:
         if "warmup" in setup:
             setup["warmup"] = min(setup["warmup"], setup["steps"] // 2)
         return setup
+
+    def only(self, arms: Sequence[str]) -> "Experiment":
+        """Return the experiment with the first arm, which others are compared with, and these."""
+        names = [name.strip() for name in arms]
+        unknown = next((name for name in names if name not in self.arms), "")
+        refuse(
+            unknown,
+            f'no arm is called "{unknown}"{nearest(unknown, self.arms)}: there are {", ".join(self.arms)}',
+        )
+        kept = {
+            arm: value for number, (arm, value) in enumerate(self.arms.items()) if not number or arm in names
+        }
+        claims = {
+            text: claim for text, claim in self.claims.items() if {claim.less, claim.more} <= kept.keys()
+        }
+        return replace(self, arms=kept, claims=claims)
 
     def minutes(self, seeds: int, setting: Conditions) -> float:
         """Return about how long it takes on one core."""
@@ -176,6 +196,7 @@ class Findings:
     ) -> "Findings":
         """Judge the claims by what was measured."""
         spent = sum(trial["seconds"] for arm in trials.values() for trial in arm)
+        trials = trials if experiment.relate is None else experiment.relate(trials)
         judged = [claim.judge(text, trials) for text, claim in experiment.claims.items()]
         return cls(name, experiment, trials, judged, spent, setting)
 
@@ -186,7 +207,7 @@ class Findings:
             "question": self.experiment.question,
             "setup": self.experiment.setup_in(self.setting),
             "arms": dict(self.experiment.arms),
-            "setting": asdict(self.setting),
+            "setting": facts_of(self.setting),
             "seconds": round(self.seconds, 1),
             "verdicts": [judged.to_dict() for judged in self.judged],
             "trials": {arm: list(trials) for arm, trials in self.trials.items()},
@@ -238,7 +259,7 @@ def trial(experiment: Experiment, arm: str, setting: Conditions, folder: Path) -
     """Run an arm with a seed, or return what an earlier try measured."""
     name = "".join(letter if letter.isalnum() else "_" for letter in arm)
     path = folder / "trials" / f"{name}-{setting.seed}.json"
-    facts = {"setting": asdict(setting), "arm": experiment.arms[arm], "setup": experiment.setup_in(setting)}
+    facts = {"setting": facts_of(setting), "arm": experiment.arms[arm], "setup": experiment.setup_in(setting)}
     facts = json.loads(json.dumps(facts))  # as they are read back
     if path.exists():
         return _read(path, facts)
@@ -250,9 +271,15 @@ def trial(experiment: Experiment, arm: str, setting: Conditions, folder: Path) -
     return numbers
 
 
+def facts_of(setting: Conditions) -> dict[str, Any]:
+    """Return the conditions as they are recorded: a text only where one was given."""
+    return {name: value for name, value in asdict(setting).items() if name != "data" or value}
+
+
 def summary_of(experiment: Experiment, arm: str, numbers: Numbers) -> str:
     """Return what a trial measured, in one line."""
-    figures = ", ".join(f"{figure} {numbers[figure]:.4g}" for figure in experiment.figures)
+    measured = [figure for figure in experiment.figures if figure in numbers]  # others compare arms
+    figures = ", ".join(f"{figure} {numbers[figure]:.4g}" for figure in measured)
     return f"{arm}, seed {numbers['seed']}: {figures}"
 
 

@@ -34,6 +34,8 @@ def redraw(name: str, experiment: Experiment, folder: Path) -> Path:
         arms, of = list(trials), results["experiment"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} cannot be read as results of an experiment: {error}") from None
+    if of == name and set(arms) < set(experiment.arms):
+        experiment = experiment.only(arms)
     refuse(
         of != name or arms != list(experiment.arms),
         f"{path} is of {of} with the arms {', '.join(arms)}, not of {name} with "
