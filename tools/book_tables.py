@@ -63,7 +63,8 @@ def users() -> dict[str, list[str]]:
     for name, subject in SUBJECTS.items():
         theirs = config_of(subject.kind, subject.options).to_dict()
         classes = {**theirs, "architectures": [subject.model]}
-        configs[name] = ARCHITECTURES[theirs["model_type"]].read(classes)
+        if theirs["model_type"] in ARCHITECTURES:  # a decoder that reads images has that of its decoder
+            configs[name] = ARCHITECTURES[theirs["model_type"]].read(classes)
     for name, config in PRESETS.items():
         if name not in SUPPORTING:
             configs[name] = config

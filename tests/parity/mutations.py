@@ -33,6 +33,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.errors import ClearheadError
+from clearhead.variants.images import placed
 from tests.parity import harness, seq2seq
 from tests.parity.encoders import said
 
@@ -119,6 +120,11 @@ DEBERTA = {
     **{"pos_att_type": ["p2c", "c2p"], "position_buckets": 6, "norm_rel_ebd": "layer_norm"},
 }
 VIT = dict(TEXT, image_size=28, patch_size=4, num_labels=5)
+LLAVA = {
+    "text_config": dict(GROUPED, model_type="llama"),
+    "vision_config": dict(VIT, model_type="clip_vision_model", hidden_size=24),
+    "image_token_index": 60,
+}
 LABELS = {"num_labels": 3}
 BLOCKS = {"block_size": 4, "num_random_blocks": 1}
 LONGFORMER = {"attention_window": [8, 4, 8], "max_position_embeddings": 130}
@@ -223,6 +229,7 @@ SUBJECTS = {
     "M2M-100": Subject("M2M100", BART, "ForConditionalGeneration"),
     "Whisper": Subject("Whisper", WHISPER, "ForConditionalGeneration"),
     "ViT": Subject("ViT", VIT, "ForImageClassification"),
+    "LLaVA": Subject("Llava", LLAVA, "ForConditionalGeneration"),
 }
 # Fields that other tools write, that older files have, or that a neighbour's class knows.
 EXTRA: dict[str, list[Any]] = {
@@ -364,6 +371,10 @@ def inputs_of(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         frames = torch.randn(2, 2 * config.max_source_positions, config.num_mel_bins, generator=generator)
         theirs = {"input_features": frames.transpose(1, 2), "decoder_input_ids": ids}
         return theirs, {"ids": ids, "source": frames}
+    if config.model_type == "llava":
+        pixels = torch.randn(2, 3, 28, 28, generator=generator)
+        ids = torch.cat([ids[:, :3], torch.full((2, 49), 60), ids[:, 3:9]], dim=1)
+        return {"input_ids": ids, "pixel_values": pixels}, {"ids": ids, "pixels": pixels}
     if config.is_encoder_decoder:
         source = torch.randint(3, 39, (2, 40), generator=generator)
         return {"input_ids": source, "decoder_input_ids": ids}, {"ids": ids, "source": source}
@@ -396,7 +407,7 @@ def judge(
     try:
         ours = ch.load(folder)
         with torch.no_grad():
-            found = ours.model.float()(**inputs[1]).logits
+            found = answer(ours, **inputs[1])
     except ClearheadError as error:
         return "refused", str(error)
     except Exception as error:
@@ -405,6 +416,14 @@ def judge(
         return "silent", f"shape {tuple(found.shape)} for {tuple(wanted.shape)}"
     gap = float((found - wanted).abs().max() / max(1.0, float(wanted.abs().max())))
     return ("equal", "") if gap <= TOLERANCE else ("silent", f"off by {gap:.1e}")
+
+
+def answer(m: ch.Model, ids: Tensor, pixels: Tensor | None = None, **more: Tensor) -> Tensor:
+    """Return clearhead's logits, of images among the tokens too."""
+    if pixels is not None and m.image_encoder is not None:
+        front, token = m.model.float().main.embedding.front, m.image_encoder.config.token_id
+        more["vectors"] = placed(front, ids, token, m.image_encoder.float()(pixels))
+    return m.model.float()(ids, **more).logits
 
 
 def add_section(folder: Path) -> None:

@@ -12,10 +12,14 @@ import transformers
 from PIL import Image
 
 import clearhead as ch
+from clearhead.app.cli import main
 from clearhead.errors import CheckpointError, InputError
 from clearhead.hub.checkpoint import rules_of
 from clearhead.hub.images import JoinedImages
 from clearhead.hub.rules import matches
+from clearhead.inside.attribution import occlusion
+from clearhead.inside.inputs import prepare
+from clearhead.inside.lens import contributions
 from clearhead.run.generate import decode
 from clearhead.variants.images import placed
 from tests.llava import OPTIONS, TOKEN, build, directory, image, tensors
@@ -177,3 +181,45 @@ def test_what_does_not_fit_is_refused(folder: pathlib.Path, tmp_path: pathlib.Pa
     with pytest.raises(CheckpointError, match="no decoder like this one"):
         other.save(tmp_path / "other")
     assert np.array_equal(image(1), picture)
+
+
+def test_looking_inside_reads_the_image(
+    folder: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    m, text = ch.load(folder), "USER: <image>\nWhat? ASSISTANT:"
+    prompt, other = (ch.ImagePrompt(text, [image(seed)]) for seed in (1, 2))
+    prepared = prepare(m, prompt)
+    assert prepared.tokens.labels[6:11] == ("0,0", "0,1", "0,2", "0,3", "1,0")
+    written = m.generate(prompt, 1, logprobs=True)
+    with torch.no_grad():
+        scores = prepared.run().required_logits[0, -1].log_softmax(-1)
+        apart = prepare(m, other).run().required_logits[0, -1].log_softmax(-1) - scores
+    assert float(apart.abs().max()) > 0.01
+    assert int(scores.argmax()) == written.ids[0]
+    assert float(scores.max()) == pytest.approx(written.logprobs[0], abs=1e-5)
+    walked = ch.trace(m, prompt)
+    assert walked.difference < 1e-5 and any(step.name == "embedding.vectors" for step in walked.steps)
+    parts = contributions(m, prompt)
+    assert sum(term.value for term in parts.terms) == pytest.approx(parts.logit, abs=1e-4)
+    # Without a patch the logit is that of a pass in which its token is no image's.
+    drops = occlusion(m, prompt)
+    place = drops.units.index("1,0")
+    ids = prepared.main.clone()
+    ids[0, drops.places[place][0]] = m.special["pad"]
+    assert prepared.vectors is not None
+    vectors = torch.where(
+        (ids == prepared.main)[..., None], prepared.vectors, m.model.main.embedding.front(ids)
+    )
+    logits = m.model(ids, vectors=vectors).logits[0, -1].detach()
+    here = logits - logits.mean()
+    assert drops.logit - float(drops.dropped[place]) == pytest.approx(float(here[written.ids[0]]), abs=1e-4)
+    Image.fromarray(image(1)).save(tmp_path / "one.png")
+    main(["lens", str(folder), text, "--image", str(tmp_path / "one.png"), "--json"])
+    assert m.decode(written.ids) in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_check_compares_images_too(folder: pathlib.Path) -> None:
+    rows = {row.name: row for row in ch.check(ch.load(folder), reference=True)}
+    assert all(row.passed for row in rows.values())
+    assert {"image = transformers", "image tokens = transformers", "image: saved = loaded"} <= {*rows}

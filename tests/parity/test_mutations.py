@@ -31,6 +31,12 @@ FIELDS = {
     "Longformer": ("attention_window", "attention_dilation"),
     "T5": ("dense_act_fn", "is_gated_act", "is_encoder_decoder"),
     "BART": ("num_attention_heads", "scale_embedding"),
+    "LLaVA": (
+        "vision_feature_layer",
+        "vision_feature_select_strategy",
+        "image_token_id",
+        "tie_word_embeddings",
+    ),
     "Whisper": ("num_key_value_heads", "scale_embedding", "max_source_positions"),
 }
 SECTION = {"Llama": ("rope_theta", "rope_parameters", "hidden_act"), "BERT": ("hidden_act", "layer_norm_eps")}

@@ -39,6 +39,13 @@ class JoinedImages(ImageEncoder):
         super().__init__(config, tower)
         self.theirs, self.table, self.tower_description = theirs, table, tower_description
 
+    @property
+    def fact(self) -> str:
+        """What to know of it at a glance."""
+        tower, count = self.config.tower, sum(one.numel() for one in self.parameters())
+        size = f"{tower.n_layers} layers, d_model {tower.d_model}, {count:,} parameters"
+        return f"{self.config.count} tokens each, by {size}"
+
     def processor(self, token: str | None) -> Json:
         """Return the processor_config.json, by which transformers counts the tokens of an image."""
         tower = self.config.tower

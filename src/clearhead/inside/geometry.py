@@ -30,9 +30,10 @@ from clearhead.core.stack import Stack
 from clearhead.errors import InputError, refuse
 from clearhead.hub.tokens.text import label, labels
 from clearhead.inside.alignments import positions
-from clearhead.inside.inputs import AnyModel, as_model, device_of, patch_names, prepare, prepare_first
+from clearhead.inside.inputs import AnyModel, as_model, device_of, prepare, prepare_first
 from clearhead.inside.names import states
 from clearhead.inside.results import Floats, Result, on_cpu
+from clearhead.learn.tasks.images import patch_names
 from clearhead.learn.tasks.vectors import likeness
 from clearhead.run.api import Model
 

@@ -3,6 +3,7 @@
     prepared = prepare(m, "The cat sat")                 # any model of one stack: text, or token ids
     prepared = prepare(m, "Ein Hund", target="A dog")    # two stacks; else the model writes its own target
     prepared = prepare(m, "photo.png")                   # patches of an image: a path, an array or pixels
+    prepared = prepare(m, ch.ImagePrompt("<image> A cat?", ["photo.png"]))  # images among the tokens
     prepared = prepare(m, "clip.wav")                    # the first window of a sound, and its transcript
     prepared = prepare(m, frames, target, numbers=True)  # also vectors and frames, which have no text
     output, seen = prepared.record("blocks.*.attention.pattern")
@@ -32,7 +33,6 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor, nn
 
-from clearhead.core.config import ModelConfig
 from clearhead.core.dtypes import wide
 from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import InputError, refuse, refuse_unknown
@@ -41,12 +41,15 @@ from clearhead.hub.tokens.text import label, labels, visible
 from clearhead.inside.names import patterned
 from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.learn.data.conll import Span
+from clearhead.learn.tasks.images import ImagePrompt, ids_of, patch_names, token_names, vectors_of
 from clearhead.learn.tasks.speech import first_window
 from clearhead.run.api import Model
+from clearhead.run.generate.vectors import Span as Stretch
+from clearhead.run.generate.vectors import embedded
 from clearhead.variants.contexts import Recording, edit, evaluating, matching, record, tap_names
 
 AnyModel = Model | Transformer
-Given = str | Sequence[int] | Tensor | preprocessor.Image
+Given = str | Sequence[int] | Tensor | preprocessor.Image | ImagePrompt
 Target = str | Sequence[int] | None
 LONGEST_ANSWER = 64  # tokens that an encoder-decoder writes where no target is given
 
@@ -87,6 +90,7 @@ class Prepared:
     source: Tensor | None = None  # [1, S]
     source_tokens: InputTokens | None = None
     types: Tensor | None = None  # [1, T] segments, where the model has them
+    vectors: Tensor | None = None  # [1, T, D] embeddings, where images stand among the tokens
 
     @property
     def model(self) -> Transformer:
@@ -96,7 +100,10 @@ class Prepared:
     @property
     def arguments(self) -> dict[str, Tensor]:
         """What the model is called with."""
-        arguments = {"ids": self.main, "source": self.source, "types": self.types}
+        vectors = self.vectors
+        if vectors is not None and torch.is_grad_enabled():  # as a table that learns
+            vectors = vectors.detach().requires_grad_()
+        arguments = {"ids": self.main, "source": self.source, "types": self.types, "vectors": vectors}
         return {name: x for name, x in arguments.items() if x is not None}
 
     @property
@@ -256,6 +263,9 @@ def _prepare_text(m: Model, given: Any, target: Target, pair: str | None) -> Pre
     """Return a text or its ids as the model reads them, and what the decoder of two stacks has written."""
     if isinstance(given, Tensor) and given.ndim == 2 and len(given) == 1:
         given = given[0]
+    if isinstance(given, ImagePrompt):
+        refuse(pair is not None, "pair with images: leave one of them out")
+        return _with_images(m, given)
     tokens, types = _text(m, given, pair)
     refuse(not tokens.ids, "the text is empty: give at least one token")
     device = device_of(m.model)
@@ -274,6 +284,16 @@ def _prepare_text(m: Model, given: Any, target: Target, pair: str | None) -> Pre
     else:
         written = InputTokens.of(m, target)
     return Prepared(m, torch.tensor([written.ids], device=device), written, ids, tokens)
+
+
+def _with_images(m: Model, given: ImagePrompt) -> Prepared:
+    """Return a prompt with images; their tokens are called by row and column, of several by number too."""
+    ids = ids_of(m, given)
+    own = vectors_of(m, ids, given)
+    main = torch.tensor([ids], device=device_of(m.model))
+    with torch.no_grad():
+        vectors = embedded(m.model, main, [Stretch(own, 0, len(ids))])
+    return Prepared(m, main, InputTokens(token_names(m, ids, len(given.images)), tuple(ids)), vectors=vectors)
 
 
 def _sound(m: Model, given: Any, target: Target) -> Prepared:
@@ -332,14 +352,6 @@ def _pixels(m: Model, given: Any) -> Tensor:
         refuse(given.shape[0] != 1, f"{given.shape[0]} images were given: look into one at a time")
         given = given[0]
     return preprocessor.to_pixels(given, m.config, m.images)[None].to(next(m.model.parameters()))
-
-
-def patch_names(config: ModelConfig) -> tuple[str, ...]:
-    """Return a name for every token of an image: its patches by row and column, after the class token."""
-    spec = config.stacks[0]
-    rows, columns = (side // spec.patch_size for side in spec.image_size)
-    patches = (f"{row},{column}" for row in range(rows) for column in range(columns))
-    return ("[CLS]", *patches) if spec.class_token else tuple(patches)
 
 
 def padded_rows(

@@ -127,7 +127,11 @@ def patched_scores(
         changes = _changes([(row, site) for row, sites in enumerate(batch) for site in sites], values)
         repeated = {name: x.expand(len(batch), *x.shape[1:]) for name, x in prepared.arguments.items()}
         if ids is not None:
-            repeated["ids"] = ids[start : start + count]
+            repeated["ids"] = some_ids = ids[start : start + count]
+            if prepared.vectors is not None:  # images stay where their tokens do
+                kept = (some_ids == prepared.main)[..., None]
+                front = prepared.model.main.embedding.front(some_ids)
+                repeated["vectors"] = torch.where(kept, prepared.vectors, front)
         with torch.no_grad(), evaluating(prepared.model), edit(prepared.model, changes):
             hidden = None if resumed is None else resumed.hidden(batch)
             if hidden is None:

@@ -442,7 +442,7 @@ def _embeddings(prepared: inputs.Prepared) -> dict[str, Tensor]:
     """Return what the tables add, [1, T, D] each: the input itself, segments, positions."""
     stack = prepared.model.main
     with torch.no_grad():
-        front = stack.embedding.front(prepared.main)
+        front = stack.embedding.front(prepared.main) if prepared.vectors is None else prepared.vectors
         embeddings = {"patch embedding" if prepared.main.is_floating_point() else "token embedding": front}
         if stack.embedding.types is not None:
             first = torch.zeros(front.shape[:2], dtype=torch.long, device=front.device)

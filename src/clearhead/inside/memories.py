@@ -44,6 +44,7 @@ from clearhead.inside.names import layer_names
 from clearhead.inside.promoted import OutputLayer, arriving, output_layer, stack_of
 from clearhead.inside.results import Result, on_cpu, plain
 from clearhead.learn.batches.ragged import real_tokens
+from clearhead.learn.tasks.images import patch_names
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import weight_of
 from clearhead.variants.routing import Experts
@@ -526,7 +527,7 @@ def context_of(m: Model, value: float, note: list[int]) -> Context:
     window, (answer, text, place) = note[:WINDOW], note[WINDOW:]
     here = window[AROUND]
     if m.model.main.spec.input != "tokens":
-        return Context(f"image {text} ", inputs.patch_names(m.config)[here], "", value, None, text, place)
+        return Context(f"image {text} ", patch_names(m.config)[here], "", value, None, text, place)
     left, right = (
         [token for token in part if token != NOTHING] for part in (window[:AROUND], window[AROUND + 1 :])
     )

@@ -32,6 +32,7 @@ from clearhead.learn.data import conll, corpora, files, formats, plan, split, ta
 from clearhead.learn.data.conll import Sentence, Span, TreeWord, locate, read_treebank
 from clearhead.learn.data.examples import Images, Labelled, Tagged
 from clearhead.learn.data.pictures import content
+from clearhead.learn.tasks.images import patch_names
 from clearhead.learn.tasks.table import open_examples
 from clearhead.run.api import Model
 
@@ -312,7 +313,7 @@ def _row(m: Model, item: ProbeItem, stack: str) -> ProbeInput:
         f"this model reads {kinds[0]}, and the data holds {kinds[1]}",
     )
     if item.image is not None:
-        return ProbeInput((), (tuple(range(len(inputs.patch_names(m.config)))),), image=item.image)
+        return ProbeInput((), (tuple(range(len(patch_names(m.config)))),), image=item.image)
     if item.spans is not None:
         words = align(m, item.forms, item.text, item.spans)
         row, special = ProbeInput(words.ids, words.words, words.types), words.special

@@ -78,6 +78,8 @@ vectors | vectors | B {Tin} I | as given | The input is a row of vectors already
 # Embedding
 embedding.front.tokens | embed | B T {W} | table[ids] |
     Each token becomes a vector, learned in training: what it means before its neighbours are known.
+embedding.vectors | embed | B T D | table[ids], and images |
+    Each token becomes a vector; where an image stands, its patches have theirs from the image encoder.
 embedding.front.scaled | scale | B T {W} | x · {embedding_scale} |
     Makes the token's vector large next to the vectors that are added to it.
 embedding.front.patches | patches | B N channels·patch·patch | cut, then flatten |

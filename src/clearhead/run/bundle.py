@@ -244,6 +244,7 @@ class Bundle:
             "weights": f"{count:,} parameters, {dtype} on {weight.device}{few_bits(self.model)}",
             "size": f"{layers} layers, d_model {config.d_model}, {config.n_heads} heads{shared}",
             "reads": f"{config.max_positions:,} positions ({config.positions}); tokenizer: {tokens}",
+            **({} if self.image_encoder is None else {"images": self.image_encoder.fact}),
             "folder": str(self.folder or "none: it was built here"),
         }
 

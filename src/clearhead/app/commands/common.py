@@ -41,6 +41,10 @@ TokenIds = Annotated[
     bool,
     option('the text is token ids, such as "15 27 3"; JSON lines may have lists of them anyway'),
 ]
+Images = Annotated[
+    tuple[Path, ...],
+    option("images that stand where the text has the model's image token, such as <image>", metavar="FILE"),
+]
 Device = Annotated[
     str,
     option(
@@ -149,7 +153,7 @@ def command_of(name: str) -> Callable[..., None]:
             hint = SHARED[key]
         arguments[key] = (hint, param.default)
         if param.annotation == "Prompt":
-            arguments["ids"] = (TokenIds, False)
+            arguments |= {"ids": (TokenIds, False), "image": (Images, ())}
     if "View" in str(inspect.signature(row.function).return_annotation):
         for key in (*(["plot"] if row.plot else []), *row.loads, "json"):
             arguments.setdefault(key, (SHARED[key], DEFAULTS.get(key)))
@@ -174,6 +178,10 @@ def _run(row: Command, given: dict[str, Any]) -> None:
     json, plot = given.get("json", False), given.get("plot")
     if "ids" not in taken and given.pop("ids", False):
         given["text"] = token_ids(given["text"])
+    if "image" not in taken and (images := given.pop("image", ())):
+        from clearhead.learn.tasks.images import ImagePrompt
+
+        given["text"] = ImagePrompt(given["text"], images)
     if "folder" in given and "folder" not in taken:
         loading = {name: given[name] for name in row.loads}
         folder = given["folder"]

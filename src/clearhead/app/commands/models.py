@@ -106,6 +106,10 @@ def convert(
         graph and model.towers is not None,
         f"{source} has two towers: a graph is of one, {source}/text or {source}/image",
     )
+    refuse(
+        (graph or gguf) and model.image_encoder is not None,
+        f"{source} has a decoder and an image tower: convert one, {source}/text or {source}/image",
+    )
     body: dict[str, Any] = {"saved": str(target)}
     if graph:
         written = ch.export(model, target, cache)
@@ -122,6 +126,8 @@ def convert(
     model.save(target, gguf or dtype, shard_size=limit)
     saved_as, note = explain_export(model.config, model.description)
     saved_as, note = (f"GGUF of {saved_as}", "") if single else (saved_as, note)
+    if model.image_encoder is not None and not single:
+        saved_as = f"{model.image_encoder.table.named} ({model.image_encoder.table.model_type})"
     if model.towers is not None:
         saved_as = f"{model.towers.theirs['architectures'][0]} ({model.towers.theirs['model_type']})"
     line = f"saved {target} as {saved_as}" + (f": {note}" if note else "")

@@ -64,11 +64,12 @@ def check(
     )
     count = sum(weight.numel() for weight in model.parameters())
     done = []
-    towers = m.towers if isinstance(m, Model) else None
-    with torch.no_grad(), evaluating(model if towers is None else towers):
+    towers, images = (m.towers, m.image_encoder) if isinstance(m, Model) else (None, None)
+    image = towers.image if towers is not None else images.tower if images is not None else None
+    with torch.no_grad(), evaluating(model), evaluating(towers or images or model):
         rows = [*checks_for(model, compile)]
-        if towers is not None:
-            rows = [*named("text", rows), *named("image", checks_for(towers.image, compile))]
+        if image is not None:
+            rows = [*named("text", rows), *named("image", checks_for(image, compile))]
         rows += reference_rows(m) if reference else []
         for row in (row for row in rows if row.fits):
             on_row(row)

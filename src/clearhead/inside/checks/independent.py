@@ -27,7 +27,7 @@ from torch import Tensor
 from clearhead.core.feedforward import FeedForward
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError, MissingExtraError, refuse
-from clearhead.hub.registry import ONE_TOWER
+from clearhead.hub.registry import ONE_TOWER, tower_path
 from clearhead.hub.towers import JoinedTowers
 from clearhead.inside.checks.long import long_rows, reach
 from clearhead.inside.checks.reference_float64 import reference_logits
@@ -43,8 +43,12 @@ from clearhead.inside.checks.rows import (
     saved,
     through,
 )
+from clearhead.learn.tasks.generation import prompts_of
+from clearhead.learn.tasks.images import ImagePrompt, vectors_of
 from clearhead.run.api import Model, load
-from clearhead.run.generate.decode import greedy
+from clearhead.run.generate.decode import decode, greedy
+from clearhead.run.generate.request import Request
+from clearhead.run.generate.vectors import Span, embedded
 from clearhead.run.kernels.parts import Direct
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.apply import dequantized
@@ -199,9 +203,11 @@ def reference_rows(m: Model | Transformer) -> list[Comparison]:
         )
     if m.towers is not None:
         return reference_towers(m)
+    if m.image_encoder is not None:
+        return reference_images(m)
     refuse(
-        m.description is not None and m.description.kind in ONE_TOWER,
-        f"{m.folder} is one tower of two: the comparison with transformers is of both, in their directory",
+        tower_path(m.folder) or (m.description is not None and m.description.kind in ONE_TOWER),
+        f"{m.folder} is one part of two: the comparison with transformers is of both, in their directory",
     )
     named_class, folder = their_class(m), m.folder
     kind = "hidden state" if m.config.head in ("none", "embedding") else "logit"
@@ -414,10 +420,57 @@ def _alone(inputs: Inputs) -> float:
     )
 
 
+# Images in a prompt -----------------------------------------------------------------------------------------
+
+
+def reference_images(m: Model) -> list[Comparison]:
+    """Return the rows that compare a prompt with an image, for a model loaded from its directory."""
+    assert m.image_encoder is not None and m.folder is not None
+    folder, kind = m.folder, getattr(_transformers(), m.image_encoder.table.named)
+
+    @functools.cache
+    def both() -> tuple[Model, Any, list[int], Tensor]:
+        theirs = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        ours = load(folder, dtype=torch.float32)
+        assert ours.image_encoder is not None
+        config, generator = ours.image_encoder.config, torch.Generator().manual_seed(0)
+        words = torch.randint(ours.config.vocab_size, (AROUND, 2), generator=generator)
+        before, after = words.masked_fill(words == config.token_id, config.token_id - 1 or 1).T.tolist()
+        pixels = torch.randn(1, config.tower.n_channels, *(config.frame or (0, 0)), generator=generator)
+        return ours, theirs, [*before, *[config.token_id] * config.count, *after], pixels
+
+    def logits() -> float:
+        ours, theirs, ids, pixels = both()
+        row = torch.tensor([ids])
+        expected = theirs(input_ids=row, pixel_values=pixels).logits
+        own = vectors_of(ours, ids, ImagePrompt(ids, list(pixels)))
+        x = embedded(ours.model, row, [Span(own, 0, len(ids))])
+        return gap(ours.model(row, vectors=x).logits, expected)
+
+    def tokens() -> float:
+        ours, theirs, ids, pixels = both()
+        asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = theirs.generate(input_ids=torch.tensor([ids]), pixel_values=pixels, **asked)[0, len(ids) :]
+        rows = decode(
+            ours.model,
+            Request(max_new_tokens=NEW_TOKENS),
+            prompts_of(ours, [ids], [ImagePrompt(ids, list(pixels))]),
+        )
+        return float(sum(a != b for a, b in zip(rows[0].ids, expected.tolist(), strict=True)))
+
+    largest = "largest difference of a logit, of a prompt with an image"
+    differ = f"of {NEW_TOKENS} greedy tokens, how many differ"
+    return [
+        Comparison("image = transformers", largest, logits, PARITY),
+        Comparison("image tokens = transformers", differ, tokens, 0.0),
+    ]
+
+
 # Two towers -------------------------------------------------------------------------------------------------
 
 
 PARITY = 1e-5
+AROUND = 5  # tokens before an image, and after it
 PAIRS, END = 3, 2  # random pairs of a text and an image; tokens after the end of the first text
 
 

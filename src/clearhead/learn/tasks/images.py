@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
+from clearhead.core.config import ModelConfig
 from clearhead.errors import InputError, refuse
 from clearhead.hub import preprocessor
 from clearhead.hub.images import JoinedImages
 from clearhead.hub.preprocessor import PREPROCESSOR
 from clearhead.hub.tokens.chat import Message
+from clearhead.hub.tokens.text import labels
 from clearhead.learn.data.pictures import pixels_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.vectors import PromptVectors
@@ -95,6 +97,23 @@ def vectors_of(m: Bundle, ids: Sequence[int], prompt: Any) -> PromptVectors | No
     with evaluating(encoder):
         vectors = encoder(pixels.to(weight))
     return PromptVectors.of(ids, config.token_id, pixels, vectors)
+
+
+def patch_names(config: ModelConfig) -> tuple[str, ...]:
+    """Return a name for every token of an image: its patches by row and column, after the class token."""
+    spec = config.stacks[0]
+    rows, columns = (side // spec.patch_size for side in spec.image_size)
+    patches = (f"{row},{column}" for row in range(rows) for column in range(columns))
+    return ("[CLS]", *patches) if spec.class_token else tuple(patches)
+
+
+def token_names(m: Bundle, ids: Sequence[int], images: int) -> tuple[str, ...]:
+    """Return a name for each token: patches by row and column, of several images by number too."""
+    config = encoder_of(m).config
+    names = patch_names(config.tower)[config.skip_first :]
+    patches = iter([f"{n}: {name}" if images > 1 else name for n in range(1, images + 1) for name in names])
+    plain = labels(m.tokenizer, list(ids))
+    return tuple(next(patches) if token == config.token_id else name for token, name in zip(ids, plain))
 
 
 # Conversations ----------------------------------------------------------------------------------------------
