@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.once import once
+from tests.harness import once
 
 SCRIPT = """
 import json, sys, time, warnings

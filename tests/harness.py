@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -217,3 +220,16 @@ class Notes(list[str]):
 
     def __call__(self, event: object) -> None:
         self.append(getattr(event, "line", ""))
+
+
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that `make` has filled: of the workers of a run the first fills it, and others wait."""
+    alone = "PYTEST_XDIST_WORKER" not in os.environ
+    folder = (factory.getbasetemp() if alone else factory.getbasetemp().parent) / f"shared-{name}"
+    folder.mkdir(exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / ".done").exists():
+            make(folder)
+            (folder / ".done").touch()
+    return folder

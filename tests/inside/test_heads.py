@@ -30,9 +30,8 @@ from clearhead.inside.heads import CLEAR, HeadRoles, head_roles
 from clearhead.inside.names import AttentionHead
 from clearhead.learn.data.conll import Sentence, TreeWord, read_treebank
 from clearhead.run.api import Model, load
-from tests.harness import PATCHES, build, config
+from tests.harness import PATCHES, build, config, once
 from tests.hub.packages import packaged
-from tests.once import once
 from tests.tokens.toys import trained
 
 pytestmark = pytest.mark.ledger("K3")

@@ -12,7 +12,7 @@ import clearhead as ch
 from clearhead.learn.parallel.shards import copies_of
 from clearhead.learn.parallel.split import split_experts
 from clearhead.learn.training.events import read_log
-from tests.once import once
+from tests.harness import once
 from tests.parallel import forking, meshes
 
 pytestmark = pytest.mark.ledger("I3")
