@@ -1,5 +1,4 @@
-"""The model: one block, one stack, one Transformer. `config` is what is built. Read in this order.
+"""One block, one stack, one Transformer, by a `config`; `clearhead.minimal` is shorter. Read in this order.
 
-config, taps, attention, masks, feedforward, norms, stack, embedding, heads, transformer; positions, cache,
-dtypes. `clearhead.minimal` is shorter: one file, equal to this on real weights.
+taps, attention, masks, feedforward, norms, stack, embedding, heads, transformer; positions, cache, dtypes.
 """

@@ -9,10 +9,9 @@ Shapes, all of one row: T query tokens, S key tokens, D model, E head width, H h
 width.
 """
 
-import functools
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -49,9 +48,7 @@ def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
     """Return True if a query at position q chooses the key at position k, in a row of `length` tokens."""
     distance, first = abs(q - k), getattr(kind, "sinks", 0)
     match kind:
-        case Full():
-            chosen = True
-        case Latent():
+        case Full() | Latent():
             chosen = True
         case Windowed() | GlobalKind():
             chosen = distance < kind.size
@@ -71,7 +68,7 @@ def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
     return chosen or k < first
 
 
-@functools.cache
+@cache
 def _globals(kind: Blocks, length: int) -> frozenset[int]:
     """Return the positions of the tokens that see all and are seen by all."""
     size = kind.size if kind.counted == "blocks" else 1
@@ -474,7 +471,7 @@ class Reference(ReferenceInputs):
         past = order <= 0 if causal else torch.ones_like(order, dtype=torch.bool)
         if kind == FULL:
             return torch.tensor(keys.real) & past
-        chosen = functools.cache(lambda q, k: sees(kind, q, k, keys.length, causal))
+        chosen = cache(lambda q, k: sees(kind, q, k, keys.length, causal))
         table = [[chosen(q, k) for k in keys.positions] for q in queries.positions]
         found = torch.tensor(table)
         if isinstance(kind, GlobalKind):
@@ -483,7 +480,7 @@ class Reference(ReferenceInputs):
 
     def log_times(self, queries: ReferenceRow, keys: ReferenceRow, kind: Blocks) -> Tensor:
         """Return the logarithm of how often each key stands in the softmax of each query: [T, S]."""
-        counted = functools.cache(lambda q, k: times(kind, q, k, keys.length))
+        counted = cache(lambda q, k: times(kind, q, k, keys.length))
         table = [[counted(q, k) for k in keys.positions] for q in queries.positions]
         return torch.tensor(table).double().log()
 
