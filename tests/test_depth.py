@@ -14,8 +14,7 @@ from clearhead.inside.lens import contributions
 from clearhead.inside.memories import memories
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.losses import batch_loss
-from clearhead.learn.training.weights import add_lora
-from clearhead.run.kernels.lora import merged
+from clearhead.run.kernels.lora import add_lora, merged
 from clearhead.variants.costs import cost
 from clearhead.variants.routing import PartKV, Router, router_loss
 from tests.harness import LATENT, V, build, chunks, config, gradients, in_pieces, pad, some_ids, worst

@@ -14,7 +14,7 @@ import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import CheckpointError
 from clearhead.hub.peft import trained_updates, write_adapter
-from clearhead.learn.training.weights import add_lora
+from clearhead.run.kernels.lora import add_lora
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.sequence import ServeOptions
 

@@ -30,6 +30,8 @@ from clearhead.learn.parallel.estimate import (
 from clearhead.learn.parallel.planner import fits
 from clearhead.learn.parallel.shards import local
 from clearhead.learn.parallel.world import World, joined
+from clearhead.run.kernels.lora import add_lora
+from clearhead.run.quant.apply import NAMES, QuantPlan, quantize_model
 from clearhead.variants.costs import LEARNING
 from tests.parallel import forking
 
@@ -258,6 +260,9 @@ def test_a_mesh_that_does_not_fit_is_explained_anyway():
         ({"mesh": "data=8", "batch": 3 * 1024}, "it has 3 rows: use a batch of 8192 tokens"),
         ({"devices": 13, "batch": 1024}, "no mesh of 13 devices divides 1 rows"),
         ({"top": 0}, "top 0 must be 1 or more"),
+        ({"quantize": "int4"}, "quantize int4 is for weights under lora"),
+        ({"lora": 8}, "lora 8 is planned on one device, and there are 8"),
+        ({"lora": 8, "devices": 1, "lora_targets": ["qkv"]}, 'lora_targets "qkv" names no linear layer'),
         ({"axes": ["shard", "tensors"]}, 'a mesh has no axis "tensors" (did you mean "tensor"?)'),
     ],
 )
@@ -344,3 +349,51 @@ def record_bytes(configs: list[dict[str, Any]], folder: Path) -> None:
             }
             found.append({kind: local_bytes(tensors) for kind, tensors in kinds.items()})
     (folder / f"bytes-{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+# Low-rank updates -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quantize", "targets", "precision"),
+    [("int4", ("q", "v"), "float32"), ("int8", ("all-linear",), "bfloat16"), (None, ("q", "v"), "float32")],
+)
+@pytest.mark.ledger("W8")
+def test_memory_of_low_rank_updates_is_what_a_step_takes(quantize, targets, precision):
+    """Within 5 % of the tensors that a step holds: weights, gradients, moments, and those for backward."""
+    shape = {"d_model": 64, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "d_ff": 160, "vocab_size": 120}
+    style = {"positions": "rope", "norm": "rmsnorm", "gated": True, "activation": "silu", "bias": False}
+    config = ch.ModelConfig(**shape, **style, max_positions=64)
+    size = {"length": 48, "batch": 3 * 48, "precision": precision}
+    given = {"lora": 4, "lora_targets": targets, "quantize": quantize}
+    planned = ch.plan(config, 1, **size, **given).best
+    model = ch.Transformer(config)
+    if quantize is not None:
+        model = quantize_model(model, QuantPlan(NAMES[quantize], method="rtn")).model
+    add_lora(model, 4, 16.0, targets)
+    held = {x.untyped_storage().data_ptr(): x for x in (*model.parameters(), *model.buffers()) if x.numel()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(x):
+        if x.untyped_storage().data_ptr() not in held:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    half = torch.autocast("cpu", getattr(torch, precision), enabled=precision != "float32")
+    ids = torch.arange(planned.micro_rows * 48).view(-1, 48) % 120
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), half:
+        loss = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), ids.flatten())
+    activations = sum(x.untyped_storage().nbytes() for x in kept.values())
+    loss.backward()
+    trained = [x for x in model.parameters() if x.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    optimizer.step()
+    moments = [x for state in optimizer.state.values() for x in state.values() if x.numel() > 1]
+    found = {
+        "weights": sum(x.untyped_storage().nbytes() for x in held.values()),
+        "gradients": sum(x.grad.nbytes for x in trained),
+        "optimizer": sum(x.nbytes for x in moments),
+        "activations": activations,
+    }
+    for kind, bytes in found.items():
+        assert getattr(planned.memory, kind) == pytest.approx(bytes, rel=0.05), kind

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 import clearhead as ch
-from clearhead.learn.training.weights import add_lora
-from clearhead.run.kernels.lora import merge
+from clearhead.run.kernels.lora import add_lora, merge
 from clearhead.run.serve.adapters import Updates, updates_of
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits

@@ -13,8 +13,8 @@ from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.recipe import TrainPlan
 from clearhead.learn.tasks.table import TASKS
 from clearhead.learn.training.machine import Precision, host_bound, least_seconds, pays, quick_attention
-from clearhead.learn.training.weights import add_lora
 from clearhead.run.kernels import training as fast_training
+from clearhead.run.kernels.lora import add_lora
 from clearhead.run.kernels.training import (
     JoinedAttention,
     join_projections,

@@ -17,8 +17,8 @@ from clearhead.errors import CheckpointError, ConfigError, InputError
 from clearhead.learn.recipe import TrainPlan
 from clearhead.learn.training.optim import make_optimizer
 from clearhead.learn.training.run import rehearse
-from clearhead.learn.training.weights import Ema, adapted_note, add_lora, average
-from clearhead.run.kernels.lora import LoraLinear, merge, merged, unmerge
+from clearhead.learn.training.weights import Ema, adapted_note, average
+from clearhead.run.kernels.lora import LoraLinear, add_lora, merge, merged, unmerge
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.apply import QuantPlan, dequantized, quantize_model
 from clearhead.run.quant.layers import QuantizedLinear

@@ -292,6 +292,9 @@ def plan(
     mesh: str | None = None,
     axes: tuple[str, ...] = AXES,
     top: int = 5,
+    lora: int | None = None,
+    lora_targets: tuple[str, ...] | None = None,
+    quantize: Literal["int8", "int4"] | None = None,
     budget: float | None = None,
     law: Path | None = None,
     plot: Path | None = None,
@@ -313,6 +316,9 @@ def plan(
         mesh (AXIS=SIZE,...): explain this mesh alone: shard=8,tensor=2
         axes (AXIS): axes that a mesh may have
         top: meshes to show, at most
+        lora: rank of low-rank updates, which one device trains in place of the weights; default: the recipe's
+        lora_targets (LAYER): last names of the layers that have them, or all-linear; default: q v
+        quantize: what the frozen weights under them are kept in; default: as they are, or the recipe's
         budget: FLOPs of training: find the size and the amount of text to spend them on
         law (FILE): of --budget: results.json of a ladder; default: Chinchilla's law
 
@@ -322,6 +328,7 @@ def plan(
       clearhead plan my-model/ --devices 8 --peak a100 --length 4096 --batch 524288
       clearhead plan llama-3-8b --devices 16 --mesh shard=8,tensor=2 --json
       clearhead plan my-recipe.toml --devices 4 --peak "rtx 4090"
+      clearhead plan llama-3-8b --devices 1 --peak a10 --length 1024 --lora 16 --quantize int4
       clearhead plan --budget 1e18
     """
     check_picture(plot)
@@ -337,6 +344,7 @@ def plan(
     config, from_recipe = _config_of(model)
     stated: dict[str, Any] = {"length": length, "batch": batch, "precision": precision}
     stated |= {"checkpointing": checkpointing, "optimizer": optimizer}
+    stated |= {"lora": lora, "lora_targets": lora_targets, "quantize": quantize}
     options: Any = from_recipe | {name: value for name, value in stated.items() if value is not None}
     report = ch.plan(
         config, devices, memory, link, peak=peak, node=node, mesh=mesh, axes=axes, top=top, **options
@@ -375,6 +383,7 @@ def _config_of(name: str) -> tuple[ch.ModelConfig, dict[str, Any]]:
         "precision": "bfloat16" if train.precision == "auto" else train.precision,
         "checkpointing": "full" if train.checkpointing else "none",
         "optimizer": train.optimizer,
+        **{"lora": train.lora, "lora_targets": train.lora_targets, "quantize": train.quantize},
     }
 
 

@@ -19,6 +19,7 @@ from clearhead.core.config import ModelConfig
 from clearhead.core.config.kinds import Full, Windowed
 from clearhead.errors import nearest, refuse
 from clearhead.learn.parallel import AXES, HELD, ROWS
+from clearhead.learn.parallel.adapters import Adapters
 from clearhead.variants.costs import DTYPES, Cost, chunk_rows, cost
 from clearhead.variants.steps import Step
 
@@ -225,6 +226,7 @@ class Work:
     sequence: bool = True  # `tensor` divides the tokens between matmuls, and the logits
     cast: bool = True  # sharded weights are cast before they are gathered, and the residual stream is narrow
     interleave: int = 1  # chunks of the model that each rank of `pipeline` has
+    adapters: Adapters | None = None  # low-rank updates, in one process; None: every weight is trained
 
     @property
     def dtype(self) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.learn.parallel import HELD
+from clearhead.learn.parallel.adapters import Adapters, adapted
 from clearhead.learn.parallel.division import (
     Amounts,
     Checkpointing,
@@ -265,10 +266,13 @@ def estimate(work: Work, cluster: Cluster, mesh: MeshSizes, micro_rows: int) -> 
     """Return memory, traffic and time of a step on one mesh, in micro-batches of `micro_rows`."""
     batches = work.rows // mesh.rows // micro_rows
     stages = stages_of(work, mesh, micro_rows, cluster.memory)
-    memory = max(
-        (_memory(stage, work, mesh, batches, rank) for rank, stage in enumerate(stages)),
-        key=lambda stage_memory: stage_memory.total,
-    )
+    if work.adapters is not None:
+        memory = _adapted_memory(stages[0], work, work.adapters, micro_rows)
+    else:
+        memory = max(
+            (_memory(stage, work, mesh, batches, rank) for rank, stage in enumerate(stages)),
+            key=lambda stage_memory: stage_memory.total,
+        )
     slowest = max(stages, key=lambda stage: _compute(stage, work, cluster, mesh)[0])
     traffic = _traffic(slowest, stages, work, mesh, batches)
     time = _time(slowest, work, cluster, mesh, batches, traffic)
@@ -319,6 +323,21 @@ def _memory(stage: PipelineStage, work: Work, mesh: MeshSizes, batches: int, ran
         optimizer=total.stored * (LEARNING[work.optimizer] - WEIGHT - GRADIENT),
         activations=activations[peak],
         buffers=buffers[peak],
+    )
+
+
+def _adapted_memory(stage: PipelineStage, work: Work, adapters: Adapters, rows: int) -> MeshMemory:
+    """Return the bytes of one device that trains low-rank updates alone, at its peak."""
+    figures, layers = adapted(work.config, work.length, rows, work.dtype, adapters), work.config.n_layers
+    kept: float = figures.kept
+    if work.checkpointing == "full":  # the input of each block, and one block computed again
+        kept = figures.kept / layers + layers * rows * work.tokens / work.rows * work.config.d_model * 4
+    return MeshMemory(
+        weights=figures.weights,
+        gradients=figures.trained * GRADIENT,
+        optimizer=figures.trained * (LEARNING[work.optimizer] - WEIGHT - GRADIENT),
+        activations=kept + stage.logits * (work.logit_bytes or work.size),
+        buffers=figures.widest,
     )
 
 

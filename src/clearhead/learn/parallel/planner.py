@@ -5,13 +5,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.learn.parallel import AXES, ParallelPlan
+from clearhead.learn.parallel.adapters import Adapters
 from clearhead.learn.parallel.division import Checkpointing, MeshSizes, Work, check_axis, read_mesh, refusal
 from clearhead.learn.parallel.estimate import Cluster, MeshCost, estimate, read_cluster
+from clearhead.run.quant.apply import NAMES
 from clearhead.variants.costs import DTYPES, LEARNING, cost
 from clearhead.variants.presets import preset
 
@@ -78,6 +80,9 @@ def plan(
     mesh: MeshSizes | str | None = None,
     axes: Sequence[str] = AXES,
     top: int = 5,
+    lora: int = 0,
+    lora_targets: Sequence[str] = ("q", "v"),
+    quantize: Literal["int8", "int4"] | None = None,
 ) -> MeshReport:
     """Return the fastest mesh of each combination of axes, with bytes, traffic and time of a training step.
 
@@ -96,6 +101,9 @@ def plan(
         mesh: explain this mesh alone, as `MeshSizes` or text such as "shard=8,tensor=2".
         axes: those that a mesh may have.
         top: meshes to return, at most.
+        lora: rank of low-rank updates, trained on one device in place of the weights; 0: none.
+        lora_targets: the last names of the layers that have them, or "all-linear".
+        quantize: what the frozen weights under them are kept in: int8 or int4.
     """
     config = preset(config) if isinstance(config, str) else config
     machine = read_cluster(devices, memory, link, peak, node)
@@ -117,7 +125,13 @@ def plan(
         f"batch {batch} is no multiple of the {tokens} tokens of a row: use {max(1, rows) * tokens}, "
         "or another length",
     )
+    refuse(quantize is not None and not lora, f"quantize {quantize} is for weights under lora: give its rank")
+    formats = " or ".join(NAMES)
+    refuse(quantize not in (None, *NAMES), f'quantize "{quantize}" is not known: choose {formats}')
+    refuse(lora and devices > 1, f"lora {lora} is planned on one device, and there are {devices}: choose 1")
+    adapters = Adapters(lora, tuple(lora_targets), quantize) if lora else None
     work = Work(config, counted.length, rows, precision, checkpointing, optimizer).as_trained
+    work = dataclasses.replace(work, adapters=adapters)
     refuse(top < 1, f"top {top} must be 1 or more")
     refuse(
         precision == "float8" and not machine.device.peak_float8,
@@ -229,6 +243,8 @@ def _no_fit(work: Work, cluster: Cluster, options: list[MeshCost], axes: Sequenc
 
 def _way_out(work: Work, cluster: Cluster, axes: Sequence[str]) -> str:
     """Return the first changes that make a mesh fit: more checkpointing, more devices, or both."""
+    if work.adapters is not None:
+        return "choose shorter rows, checkpointing full, or quantize int4"
     states = cost(work.config, work.length).parameters.total * LEARNING[work.optimizer]
     modes: tuple[Checkpointing, ...] = (work.checkpointing, "full")  # `train` has no selective one
 
@@ -253,6 +269,8 @@ def _notes(work: Work, cluster: Cluster, best: MeshCost) -> Iterator[str]:
         yield f"it does not fit: this mesh takes {needed:,.1f} GB, and a device has {there:,.1f} GB"
     if not cluster.device.measured:
         yield f"no run on {cluster.device.name} was measured: times assume the usual shares of its peak"
+    if work.adapters is not None:
+        yield "times are those of training every weight: low-rank updates take less"
     if work.precision == "float8" and cluster.devices > 1:
         yield "`clearhead train` has float8 on one device only: with several its matmuls are in bfloat16"
     if work.checkpointing == "selective":

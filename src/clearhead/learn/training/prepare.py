@@ -44,6 +44,7 @@ from clearhead.learn.training.loop import TrainingRun
 from clearhead.learn.training.state import CACHE
 from clearhead.run.api import Model
 from clearhead.run.bundle import best_device
+from clearhead.run.kernels.lora import add_lora
 from clearhead.run.kernels.parts import like
 from clearhead.run.kernels.training import join_projections, recompute, suit_compiled, suit_narrow
 from clearhead.run.quant.apply import NAMES, QuantPlan, quantize_model
@@ -170,7 +171,7 @@ def assemble(
         torch.manual_seed(plan.seed)  # the updates begin at random
         also = () if isinstance(loaded.model.head, LanguageHead) else ("head.*",)
         update = plan.lora, plan.lora_alpha, plan.lora_targets
-        adapted = weights.add_lora(loaded.model, *update, also=also)
+        adapted = add_lora(loaded.model, *update, also=also)
         job.note(weights.adapted_note(adapted, plan.lora))
     optim.freeze(module, plan.freeze)
     check_stages(loaded.config, recipe.parallel.pipeline, precision.scaled)

@@ -5,7 +5,6 @@ the last step. Low-rank updates (LoRA) train two thin matrices next to a frozen 
 y = W x + alpha / rank · B A x.
 """
 
-import fnmatch
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,15 +16,11 @@ from torch import Tensor, nn
 
 from clearhead.core.dtypes import wide
 from clearhead.core.transformer import Transformer
-from clearhead.errors import CheckpointError, nearest, refuse
+from clearhead.errors import CheckpointError, refuse
 from clearhead.hub.checkpoint import Description, outgoing
 from clearhead.hub.weights import Outgoing
 from clearhead.learn.parallel.shards import local, part_like, put
 from clearhead.run.kernels.lora import LoraLinear, merged
-from clearhead.run.quant.layers import QuantizedLinear
-
-ALL = "all-linear"
-DECIDING = ("router", "score", "shared_gate", "beta", "decay")  # too narrow for a rank, and better left alone
 
 
 class Ema:
@@ -115,45 +110,6 @@ def average(states: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 # Low-rank updates -------------------------------------------------------------------------------------------
-
-
-def add_lora(
-    model: nn.Module, rank: int, alpha: float, targets: Sequence[str], also: Sequence[str] = ()
-) -> list[str]:
-    """Freeze `model` and add low-rank updates to the linear layers of its blocks named by `targets`.
-
-    PEFT's word "all-linear" stands for all of them, but for those with a few outputs that decide or weigh.
-    Parameters whose names match a pattern in `also`, such as "head.*" for a new head, are trained as well.
-    Returns the names of the layers that were changed.
-    """
-    layers = {
-        name: part
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Linear | QuantizedLinear) and ".blocks." in f".{name}"
-    }
-    last_names = sorted({name.rpartition(".")[2] for name in layers})
-    for target in targets:
-        refuse(
-            target not in (*last_names, ALL),
-            f'train.lora_targets "{target}" names no linear layer{nearest(target, last_names)}: '
-            f"choose from {', '.join(last_names)}, or {ALL}",
-        )
-    if ALL in targets:
-        targets = [name for name in last_names if name not in DECIDING]
-    refuse(not targets, f"train.lora_targets is empty: choose from {', '.join(last_names)}")
-    chosen = {name: layer for name, layer in layers.items() if name.rpartition(".")[2] in targets}
-    largest = min(min(layer.in_features, layer.out_features) for layer in chosen.values())
-    refuse(
-        not 1 <= rank <= largest,
-        f"train.lora {rank} is not a possible rank: choose 1 to {largest}, the narrowest layer's width",
-    )
-    model.requires_grad_(False)
-    for name, layer in chosen.items():
-        model.set_submodule(name, LoraLinear(layer, rank, alpha))
-    for name, parameter in model.named_parameters():
-        if any(fnmatch.fnmatchcase(name, pattern) for pattern in also):
-            parameter.requires_grad_(True)
-    return list(chosen)
 
 
 def adapted_note(layers: Sequence[str], rank: int) -> str:
