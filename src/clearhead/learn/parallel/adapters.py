@@ -115,7 +115,7 @@ def _key(tensor: Tensor) -> int:
 
 def _quantized(model: Transformer, plan: QuantPlan) -> None:
     """Put empty quantized layers and tables in place of those that `quantize_model` rounds."""
-    tables: dict[nn.Parameter, QuantizedTable] = {}
+    tables: dict[Tensor, QuantizedTable] = {}
     for name in linear_names(model):
         layer, grid = cast(nn.Linear, model.get_submodule(name)), plan.grid(name)
         assert grid is not None
@@ -127,6 +127,5 @@ def _quantized(model: Transformer, plan: QuantPlan) -> None:
     for name, part in list(model.named_modules(remove_duplicate=False)):
         grid = plan.grid(name)
         if isinstance(part, nn.Embedding) and name.endswith(".tokens") and grid is not None:
-            own = tables.get(cast(nn.Parameter, part.weight))
-            small = empty_layer(grid, part.num_embeddings, part.embedding_dim, False, False)
-            model.set_submodule(name, own or QuantizedTable(small))
+            alone = empty_layer(grid, part.num_embeddings, part.embedding_dim, False, False)
+            model.set_submodule(name, tables.get(part.weight) or QuantizedTable(alone))
