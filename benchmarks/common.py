@@ -76,8 +76,9 @@ def report(title: str, seconds: dict[str, float], tokens: int, ours: str = "clea
 
 
 def running_command() -> str:
-    """The command that measures, as it was typed."""
-    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    """The command that measures, as it was typed, without the folders of this machine."""
+    words = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
 
 
 def save(name: str, results: list[dict[str, object]], path: Path | None = None) -> None:
@@ -102,7 +103,7 @@ class KeptParts:
         """Add what the parts of a file share to this one, and keep it."""
         took = round(time.perf_counter() - self.start, 1)
         when = {"command": running_command(), "measured": date.today().isoformat(), "part_took_s": took}
-        made = {**part, **about, **when}
+        made = {"device": device_name(), **part, **about, **when}
         print(json.dumps(made), flush=True)
         if self.saves:
             path = RESULTS / f"{file}.json"

@@ -48,8 +48,11 @@ def recovered(found: Tensor) -> dict[str, float]:
     }
 
 
-def saelens(activation: str, lr: float) -> Tensor:
-    """Return the directions that SAELens's own trainer finds on the same activations, steps and schedule."""
+def saelens(activation: str, lr: float, centred: bool) -> Tensor:
+    """Return the directions that SAELens's own trainer finds on the same activations, steps and schedule.
+
+    It takes no mean out of what it is given; `centred`: that is done for it.
+    """
     from sae_lens import (
         BatchTopKTrainingSAE,
         BatchTopKTrainingSAEConfig,
@@ -61,7 +64,8 @@ def saelens(activation: str, lr: float) -> Tensor:
 
     def provider() -> Iterator[Tensor]:
         for number in itertools.count():
-            yield from planted(number)[1].split(BATCH)
+            block = planted(number)[1]
+            yield from (block - block.mean(0) if centred else block).split(BATCH)
 
     options: dict[str, Any] = {"d_in": WIDTH, "d_sae": PLANTED * 3 // 2, "k": ACTIVE}
     options["normalize_activations"] = "expected_average_only_in"
@@ -95,16 +99,17 @@ def run_planted(keep: KeptParts) -> None:
         seconds = round(time.perf_counter() - start, 1)
         keep("features", {**shape, "title": f"clearhead, {activation}, lr {lr}", "seconds": seconds,
                           **recovered(dictionary.W_dec)})  # fmt: skip
-        if activation != "jumprelu":
+        for centred in (False, True) if activation != "jumprelu" else ():
             start = time.perf_counter()
             try:
-                found = saelens(activation, lr)
+                found = saelens(activation, lr, centred)
             except ImportError as error:
                 print(f"SAELens is left out: {error}")
-                continue
+                break
             seconds = round(time.perf_counter() - start, 1)
-            keep("features", {**shape, "title": f"SAELens, {activation}, lr {lr}", "seconds": seconds,
-                              **recovered(found)})  # fmt: skip
+            given = "mean taken out, " if centred else ""
+            keep("features", {**shape, "title": f"SAELens, {activation}, {given}lr {lr}",
+                              "seconds": seconds, **recovered(found)})  # fmt: skip
 
 
 def toy(n: int, hidden: int, seed: int, share: float = 0.05) -> Tensor:
