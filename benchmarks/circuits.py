@@ -6,6 +6,7 @@ import argparse
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from clearhead.app.plot import save as save_picture
 from clearhead.app.plot.circuits import draw_circuit
 from clearhead.inside.circuit import PromptPair, circuit
 from clearhead.inside.edge_scores import METHODS, exact_scores, runs_of
+from clearhead.inside.features.training import FeaturePlan, fit
 from clearhead.labs.lab import attention as lab
 from clearhead.labs.lab.experiment import Conditions
 from clearhead.labs.lab.learning import small_model, train
@@ -119,7 +121,37 @@ def induction(options: argparse.Namespace) -> dict[str, object]:
 
 # Modular addition -----------------------------------------------------------------------------------------
 
-PRIME, SHARE, STEPS, WIDTH = 31, 0.5, 3000, 64
+PRIME, SHARE, STEPS, WIDTH = 31, 0.8, 3000, 64
+FREQUENCIES = 8  # of the embedding, that are kept alone
+
+
+def named_by_features(model: ch.Transformer, rows: Tensor) -> dict[str, object]:
+    """The frequency of the sum that each sparse feature of the feed-forward follows, over all pairs."""
+    tap = "blocks.0.feedforward.out"
+    with torch.no_grad(), ch.record(model, tap) as seen:
+        model(rows)
+    x = seen[tap][:, -1]
+
+    def block(number: int) -> tuple[Tensor, Tensor]:
+        order = torch.randperm(16 * len(x), generator=torch.Generator().manual_seed(number)) % len(x)
+        return x[order], x[order]
+
+    plan = FeaturePlan(activation="topk", n_features=40, k=4, tokens=300_000, batch=512, lr=3e-3)
+    dictionary, _ = fit(block, plan)
+    with torch.no_grad():
+        active = dictionary.encode(x).view(PRIME, PRIME, -1).numpy()
+    power = np.abs(np.fft.fft2(active, axes=(0, 1)))
+    power[0, 0] = 0
+    counts = Counter[int]()
+    for feature in range(plan.n_features):
+        first, second = np.unravel_index(power[:, :, feature].argmax(), (PRIME, PRIME))
+        if first == second and first:  # a wave over a + b
+            counts[min(int(first), PRIME - int(first))] += 1
+    return {
+        "features": plan.n_features,
+        "features_that_follow_the_sum": sum(counts.values()),
+        "features_by_frequency": dict(counts.most_common()),
+    }
 
 
 def modular(options: argparse.Namespace) -> dict[str, object]:
@@ -154,7 +186,7 @@ def modular(options: argparse.Namespace) -> dict[str, object]:
     table = model.decoder.embedding.front.tokens.weight.detach()[:PRIME]
     power = np.abs(np.fft.rfft(table.numpy(), axis=0))[1:] ** 2
     by_frequency = power.sum(1) / power.sum()
-    key = sorted(np.argsort(-by_frequency)[:5].tolist())
+    key = sorted(np.argsort(-by_frequency)[:FREQUENCIES].tolist())
     kept = np.fft.rfft(table.numpy(), axis=0)
     kept[[place for place in range(1, len(kept)) if place - 1 not in key]] = 0
     smooth = torch.from_numpy(np.fft.irfft(kept, PRIME, axis=0)).float()
@@ -184,6 +216,7 @@ def modular(options: argparse.Namespace) -> dict[str, object]:
         "frequencies": [place + 1 for place in key],
         "their_share_of_the_embedding": round(float(by_frequency[key].sum()), 3),
         "accuracy_with_these_alone": round(alone, 4),
+        **named_by_features(model, rows),
     }  # fmt: skip
 
 
@@ -236,12 +269,8 @@ def chemistry(options: argparse.Namespace) -> dict[str, object]:
                 name = f"{tap.split('.')[1]}.{head}"
                 shares[name] = shares.get(name, 0.0) + float(pattern[0, head, blank, atom]) / len(prompts)
     mapping = sorted(shares, key=shares.__getitem__, reverse=True)[:3]
-    results = []
-    for blank, some in kept.items():
-        results.append(circuit(m, prompts=some, method="eap-ig", position=blank, draws=3))
-    scores = torch.stack([found.scores for found in results]).mean(0)
-    graph = results[0].graph
-    assert graph is not None
+    runs = [run for blank, some in kept.items() for run in runs_of(m, some, "logit", "resample", blank)]
+    scores, graph = torch.stack([METHODS["eap-ig"](run, 5) for run in runs]).mean(0), runs[0].graph
     order = scores.abs().flatten().argsort(descending=True).tolist()
     names = [graph.edge(*divmod(place, len(graph.writers))) for place in order]
     ranks = {
@@ -249,18 +278,17 @@ def chemistry(options: argparse.Namespace) -> dict[str, object]:
         + next(
             rank
             for rank, name in enumerate(names)
-            if f"{head}." in name.split(" -> ")[1] or name.startswith(f"{head} ")
+            if name.split(" -> ")[1].startswith(f"{head}.") or name.startswith(f"{head} ")
         )
         for head in mapping
     }
     return {
-        "edges_of_the_model": results[0].n_edges,
+        "edges_of_the_model": int(graph.valid.sum()),
         "prompts": len(prompts),
         "right": right,
         "heads_that_look_at_the_atom": {head: round(shares[head], 3) for head in mapping},
         "rank_of_their_first_edge": ranks,
         "strongest": names[:SHOWN],
-        "by_blank": [summary(found) for found in results],
     }
 
 
