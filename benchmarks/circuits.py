@@ -21,7 +21,8 @@ import clearhead as ch
 from clearhead.app.plot import save as save_picture
 from clearhead.app.plot.circuits import draw_circuit
 from clearhead.inside.circuit import PromptPair, circuit
-from clearhead.inside.edge_scores import METHODS, exact_scores, runs_of
+from clearhead.inside.edge_scores import METHODS, exact_scores
+from clearhead.inside.edges import runs_of
 from clearhead.inside.features.training import FeaturePlan, fit
 from clearhead.labs.lab import attention as lab
 from clearhead.labs.lab.experiment import Conditions

@@ -13,8 +13,8 @@ from clearhead.app.cli import main
 from clearhead.app.plot.circuits import draw_circuit
 from clearhead.inside import edge_scores
 from clearhead.inside.circuit import Circuit, PromptPair, circuit, connected, path_patch
-from clearhead.inside.edge_scores import METHODS, _moved, _split_parts, exact_scores, runs_of
-from clearhead.inside.edges import Cut, EdgeGraph, cut_model
+from clearhead.inside.edge_scores import METHODS, _moved, _split_parts, exact_scores
+from clearhead.inside.edges import Cut, EdgeGraph, cut_model, runs_of
 from clearhead.inside.inputs import choices_of, prepare
 from clearhead.labs.lab.attention import PAIRS_PLAN, draw_pairs, repeat_loss
 from clearhead.labs.lab.experiment import Conditions

@@ -14,9 +14,10 @@ from clearhead.inside.attribution import looks
 from clearhead.inside.edges import Cut, EdgeGraph, cut_model
 from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.graph import _Site, without_edges
-from clearhead.inside.held import CutPass, exact_copy, holding, part_of
+from clearhead.inside.held import CutPass, exact_copy, holding
 from clearhead.inside.inputs import prepare
 from clearhead.inside.logit_attribution import LogitQuery
+from clearhead.inside.names import part_of
 from tests.harness import build
 from tests.inside.test_lens import HEADS, IDS, PLACES, inputs
 

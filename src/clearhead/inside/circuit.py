@@ -36,18 +36,19 @@ from torch import Tensor
 
 from clearhead.errors import InputError, refuse, refuse_outside, refuse_seed, refuse_unknown
 from clearhead.inside import inputs, results
-from clearhead.inside.edge_scores import (
-    METHODS,
+from clearhead.inside.edge_scores import METHODS, acdc, exact_scores
+from clearhead.inside.edges import (
+    OUTPUT,
     Ablation,
+    Cut,
+    EdgeGraph,
     Metric,
     PromptPair,
     Run,
-    acdc,
-    exact_scores,
+    cut_model,
     mean_metric,
     runs_of,
 )
-from clearhead.inside.edges import OUTPUT, Cut, EdgeGraph, cut_model
 from clearhead.inside.patch import SAME
 from clearhead.run.api import Model
 
@@ -104,12 +105,6 @@ class Circuit(results.Result):
     curve: tuple[Point, ...]
     scores: Tensor | None = None  # [R, W], of all edges; not saved
     graph: EdgeGraph | None = None
-
-    def save(self, path: str | Path) -> None:
-        """Write the circuit as JSON."""
-        Path(path).write_text(
-            json.dumps(self.to_dict(), ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-        )
 
     @classmethod
     def load(cls, path: str | Path) -> "Circuit":

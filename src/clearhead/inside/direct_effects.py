@@ -16,9 +16,10 @@ from torch import Tensor
 
 from clearhead.inside import results
 from clearhead.inside.features.dictionary import Dictionary
-from clearhead.inside.held import HEADS, CutPass, Scores, holding, part_of, removing
+from clearhead.inside.held import HEADS, CutPass, Scores, holding, removing
 from clearhead.inside.interventions import OnRows
 from clearhead.inside.logit_attribution import LogitQuery
+from clearhead.inside.names import part_of
 from clearhead.variants.contexts import evaluating, record
 
 TINY = 1e-30

@@ -8,127 +8,23 @@ Shapes: B rows, R readers, W writers, T tokens, L layers, D model, H heads, E he
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.core.dtypes import wide
 from clearhead.core.transformer import Transformer
-from clearhead.errors import refuse, refuse_unknown
+from clearhead.errors import refuse
 from clearhead.inside import inputs, names
-from clearhead.inside.edges import Cut, EdgeGraph, cut_model, splits
-from clearhead.inside.inputs import choices_of, find_column
-from clearhead.inside.patch import aligned, answers_of, prepare_both
-from clearhead.run.api import Model
-from clearhead.variants.contexts import edit, evaluating
+from clearhead.inside.edges import Cut, Edits, Run, mean_metric, splits
+from clearhead.inside.names import part_of
 
-Metric = Literal["logit", "probability", "kl"]
-Ablation = Literal["resample", "mean", "zero"]
-Edits = Mapping[str, Callable[[Tensor], Tensor | None]]
-NUMBERS = 2**22  # of all streams of one pass together: more are slower
 TRIED = 64  # edges that ACDC tries in one pass
 
 
-class PromptPair(NamedTuple):
-    """Two prompts of equal length that differ in a detail, and the answer to each."""
-
-    clean: Any
-    corrupt: Any
-    answer: str | int | None = None  # None: what the clean run says
-    wrong: str | int | None = None
-    target: str | None = None  # what the decoder of an encoder-decoder has written
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """One pair of prompts: its clean input, what is read across cuts, and the metric."""
-
-    graph: EdgeGraph
-    clean: inputs.Prepared
-    choices: inputs.Choices
-    column: int
-    good: int
-    bad: int
-    metric: str
-    outputs: Mapping[str, Tensor]  # what every writer gives in the clean run, [1, T, D]
-    values: Mapping[str, Tensor]
-    final: Tensor  # [N] logarithms of the model's own probabilities
-    note: str = ""
-
-    def measure(self, cut: Cut, rows: int = 1, edits: Edits = MappingProxyType({})) -> Tensor:
-        """Return the metric of each row of a run with cuts, and with some activations edited: [B]."""
-        model = cut_model(self.clean.model, self.graph, cut)
-        arguments = {name: x.expand(rows, *x.shape[1:]) for name, x in self.clean.arguments.items()}
-        with evaluating(self.clean.model), evaluating(model), edit(model, edits):
-            return self.of(self.choices.column_scores(model(**arguments, logits="none").hidden, self.column))
-
-    def of(self, scores: Tensor) -> Tensor:
-        """Return the metric of scores [B, N]: more is better."""
-        scores = wide(scores)
-        if self.metric == "logit":
-            return scores[:, self.good] - scores[:, self.bad]
-        if self.metric == "probability":
-            return scores.softmax(-1)[:, self.good]
-        return (self.final.exp() * (scores.log_softmax(-1) - self.final)).sum(-1)  # -KL
-
-    @property
-    def together(self) -> int:
-        """How many rows one pass may hold."""
-        tokens = len(self.clean.tokens) + len(self.clean.source_tokens or ())
-        return max(1, NUMBERS // (len(self.graph.readers) * tokens * self.clean.m.config.d_model))
-
-    def measure_rows(self, masks: Tensor) -> Tensor:
-        """Return the metric with the edges of each mask cut: [B, R, W] -> [B]."""
-        done = []
-        with torch.no_grad():
-            for some in torch.split(masks.float().to(self.final.device), self.together):
-                done.append(self.measure(Cut(some, self.values), len(some)).cpu())
-        return torch.cat(done)
-
-    @property
-    def changes(self) -> dict[str, Tensor]:
-        """What a cut adds to each writer's output in the clean run."""
-        return {name: self.values.get(name, torch.zeros_like(y)) - y for name, y in self.outputs.items()}
-
-
-def runs_of(m: Model, prompts: Sequence[PromptPair], metric: str, ablation: str, position: int) -> list[Run]:
-    """Return the runs of some pairs of prompts."""
-    refuse_unknown("metric", metric, get_args(Metric))
-    refuse_unknown("ablation", ablation, get_args(Ablation))
-    graph, made, given = EdgeGraph.of(m.model), list[Run](), list[Mapping[str, Tensor]]()
-    for pair in prompts:
-        first, second = prepare_both(m, pair.clean, pair.corrupt, pair.target)
-        aligned(first.first_tokens, second.first_tokens)  # refuses unequal lengths
-        choices = choices_of(first)
-        column = find_column(position, choices.columns)
-        (outputs, clean), (values, corrupt) = (_outputs(graph, run, column) for run in (first, second))
-        good, bad, note = answers_of(choices, clean, corrupt, pair.answer, pair.wrong)
-        final = wide(clean).log_softmax(-1).clamp(min=-1e30)
-        made.append(Run(graph, first, choices, column, good, bad, metric, outputs, values, final, note))
-        given += [outputs, values]
-    if ablation == "zero":
-        return [replace(run, values={}) for run in made]
-    if ablation == "mean":
-        means = {name: torch.cat([y[name][0] for y in given]).mean(0)[None, None] for name in graph.writers}
-        return [replace(run, values=means) for run in made]
-    return made
-
-
-def _outputs(graph: EdgeGraph, run: inputs.Prepared, column: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return what every writer gives [1, T, D], and the scores of a column [N]."""
-    seen = dict[str, Tensor]()
-    with torch.no_grad(), evaluating(run.model):
-        model = cut_model(run.model, graph, Cut(seen=seen))
-        hidden = model(**run.arguments, logits="none").hidden
-        return seen, choices_of(run).column_scores(hidden, column)[0]
-
-
-# Scores of edges --------------------------------------------------------------------------------------------
+# Estimates --------------------------------------------------------------------------------------------------
 
 
 def _slopes(run: Run, edits: Edits, kept: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -201,15 +97,8 @@ def _atp(run: Run, steps: int) -> Tensor:
 
 def _split_parts(model: Transformer) -> dict[str, str]:
     """Return every attention whose heads read by themselves, "3" as "blocks.3.attention"."""
-    stacks = {
-        stack.spec.prefix: stack.layers() for stack in (model.encoder, model.decoder) if stack is not None
-    }
-    known = {}
-    for name in names.kinds_of(model.config):
-        block = stacks["encoder." if name.kind == "encoder" else ""][name.layer]
-        if splits(block.cross if name.kind == "cross" else block.attention):
-            known[str(name)] = name.part
-    return known
+    every = names.kinds_of(model.config)
+    return {str(name): name.part for name in every if splits(part_of(model, f"{name.part}.out"))}
 
 
 def _outputs_of(model: Transformer) -> list[str]:
@@ -247,6 +136,9 @@ def _moved(run: Run, parts: Mapping[str, str], role: str) -> dict[str, Tensor]:
     return {part: torch.cat(changes) for part, changes in changed.items()}
 
 
+# Patching ---------------------------------------------------------------------------------------------------
+
+
 def exact_scores(
     runs: Sequence[Run], edges: Tensor, on_rows: Callable[[int], None] = lambda done: None
 ) -> Tensor:
@@ -261,11 +153,6 @@ def exact_scores(
         scores[some[:, 0], some[:, 1]] = base - mean_metric(runs, masks)
         on_rows(done := done + len(some))
     return scores
-
-
-def mean_metric(runs: Sequence[Run], masks: Tensor) -> Tensor:
-    """Return the metric with the edges of each mask cut, the mean over prompts: [B, R, W] -> [B]."""
-    return torch.stack([run.measure_rows(masks) for run in runs]).double().mean(0)
 
 
 def acdc(runs: Sequence[Run], threshold: float, on_rows: Callable[[int], None]) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@
     graph.writers[:3], graph.readers[0].name            # ("embedding", "0.0", "0.1"), "0.0.q"
     cut = Cut(mask, values)                             # [B, readers, writers], 1: cut; what is read instead
     cut_model(m.model, graph, cut)(ids)                 # a model that shares its weights
+    runs_of(m, [PromptPair("Ann met Tom. Ann", "Ann met Tom. Tom")], "logit", "resample", -1)
 
 What a part gives is added to the residual stream, and every later part reads the stream. So there is an edge
 from each writer (an embedding, a head, a feed-forward) to each later reader (the queries, keys or values of a
@@ -17,29 +18,36 @@ read them together: "3.0-2.k". Attention that has no queries, keys and values of
 gated, global, gated delta) is one part: "attention:3".
 
 Shapes: B rows, R readers of a stack, W writers, n some readers or writers, T tokens of a stack, D model,
-H heads, K key/value heads, E head width.
+H heads, K key/value heads, E head width, N choices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from clearhead.core.attention import Attention
 from clearhead.core.cache import Cache, LayerKV
+from clearhead.core.dtypes import wide
 from clearhead.core.masks import TokenInfo, View
 from clearhead.core.positions import Rotary
 from clearhead.core.stack import Inputs, Memory, Residual, Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse, refuse_unknown
+from clearhead.inside import inputs
+from clearhead.inside.inputs import choices_of, find_column
 from clearhead.inside.names import AttentionName, refuse_foreign
+from clearhead.inside.patch import aligned, answers_of, prepare_both
+from clearhead.run.api import Model
 from clearhead.run.kernels.parts import like
 from clearhead.run.quant.layers import weight_of
+from clearhead.variants.contexts import edit, evaluating
 from clearhead.variants.global_attention import GlobalAttention
 
 OUTPUT = "logits"
@@ -330,6 +338,113 @@ class Streams(_Queue):
         if len(mask) == 1:
             return torch.einsum("rn,nbtd->brtd", mask[0], changes)
         return torch.einsum("brn,nbtd->brtd", mask, changes)
+
+
+# Runs with cuts, on a pair of prompts -----------------------------------------------------------------------
+
+Metric = Literal["logit", "probability", "kl"]
+Ablation = Literal["resample", "mean", "zero"]
+Edits = Mapping[str, Callable[[Tensor], Tensor | None]]
+NUMBERS = 2**22  # of all streams of one pass together: more are slower
+
+
+class PromptPair(NamedTuple):
+    """Two prompts of equal length that differ in a detail, and the answer to each."""
+
+    clean: Any
+    corrupt: Any
+    answer: str | int | None = None  # None: what the clean run says
+    wrong: str | int | None = None
+    target: str | None = None  # what the decoder of an encoder-decoder has written
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One pair of prompts: its clean input, what is read across cuts, and the metric."""
+
+    graph: EdgeGraph
+    clean: inputs.Prepared
+    choices: inputs.Choices
+    column: int
+    good: int
+    bad: int
+    metric: str
+    outputs: Mapping[str, Tensor]  # what every writer gives in the clean run, [1, T, D]
+    values: Mapping[str, Tensor]
+    final: Tensor  # [N] logarithms of the model's own probabilities
+    note: str = ""
+
+    def measure(self, cut: Cut, rows: int = 1, edits: Edits = MappingProxyType({})) -> Tensor:
+        """Return the metric of each row of a run with cuts, and with some activations edited: [B]."""
+        model = cut_model(self.clean.model, self.graph, cut)
+        arguments = {name: x.expand(rows, *x.shape[1:]) for name, x in self.clean.arguments.items()}
+        with evaluating(self.clean.model), evaluating(model), edit(model, edits):
+            return self.of(self.choices.column_scores(model(**arguments, logits="none").hidden, self.column))
+
+    def of(self, scores: Tensor) -> Tensor:
+        """Return the metric of scores [B, N]: more is better."""
+        scores = wide(scores)
+        if self.metric == "logit":
+            return scores[:, self.good] - scores[:, self.bad]
+        if self.metric == "probability":
+            return scores.softmax(-1)[:, self.good]
+        return (self.final.exp() * (scores.log_softmax(-1) - self.final)).sum(-1)  # -KL
+
+    @property
+    def together(self) -> int:
+        """How many rows one pass may hold."""
+        tokens = len(self.clean.tokens) + len(self.clean.source_tokens or ())
+        return max(1, NUMBERS // (len(self.graph.readers) * tokens * self.clean.m.config.d_model))
+
+    def measure_rows(self, masks: Tensor) -> Tensor:
+        """Return the metric with the edges of each mask cut: [B, R, W] -> [B]."""
+        done = []
+        with torch.no_grad():
+            for some in torch.split(masks.float().to(self.final.device), self.together):
+                done.append(self.measure(Cut(some, self.values), len(some)).cpu())
+        return torch.cat(done)
+
+    @property
+    def changes(self) -> dict[str, Tensor]:
+        """What a cut adds to each writer's output in the clean run."""
+        return {name: self.values.get(name, torch.zeros_like(y)) - y for name, y in self.outputs.items()}
+
+
+def runs_of(m: Model, prompts: Sequence[PromptPair], metric: str, ablation: str, position: int) -> list[Run]:
+    """Return the runs of some pairs of prompts."""
+    refuse_unknown("metric", metric, get_args(Metric))
+    refuse_unknown("ablation", ablation, get_args(Ablation))
+    graph, made, given = EdgeGraph.of(m.model), list[Run](), list[Mapping[str, Tensor]]()
+    for pair in prompts:
+        first, second = prepare_both(m, pair.clean, pair.corrupt, pair.target)
+        aligned(first.first_tokens, second.first_tokens)  # refuses unequal lengths
+        choices = choices_of(first)
+        column = find_column(position, choices.columns)
+        (outputs, clean), (values, corrupt) = (_outputs(graph, run, column) for run in (first, second))
+        good, bad, note = answers_of(choices, clean, corrupt, pair.answer, pair.wrong)
+        final = wide(clean).log_softmax(-1).clamp(min=-1e30)
+        made.append(Run(graph, first, choices, column, good, bad, metric, outputs, values, final, note))
+        given += [outputs, values]
+    if ablation == "zero":
+        return [replace(run, values={}) for run in made]
+    if ablation == "mean":
+        means = {name: torch.cat([y[name][0] for y in given]).mean(0)[None, None] for name in graph.writers}
+        return [replace(run, values=means) for run in made]
+    return made
+
+
+def _outputs(graph: EdgeGraph, run: inputs.Prepared, column: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Return what every writer gives [1, T, D], and the scores of a column [N]."""
+    seen = dict[str, Tensor]()
+    with torch.no_grad(), evaluating(run.model):
+        model = cut_model(run.model, graph, Cut(seen=seen))
+        hidden = model(**run.arguments, logits="none").hidden
+        return seen, choices_of(run).column_scores(hidden, column)[0]
+
+
+def mean_metric(runs: Sequence[Run], masks: Tensor) -> Tensor:
+    """Return the metric with the edges of each mask cut, the mean over prompts: [B, R, W] -> [B]."""
+    return torch.stack([run.measure_rows(masks) for run in runs]).double().mean(0)
 
 
 # Attention whose heads read streams of their own ------------------------------------------------------------

@@ -24,7 +24,6 @@ their sizes, and a node's influence is its share of the logit over all paths.
 """
 
 import copy
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,13 +36,13 @@ from torch import Tensor
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse, refuse_outside
-from clearhead.hub.files import write_text
 from clearhead.inside import inputs, results
 from clearhead.inside.direct_effects import TINY, Effects, GraphEdge, Node
 from clearhead.inside.features.dictionary import Dictionary, load
-from clearhead.inside.held import HEADS, CutPass, exact_copy, holding, part_of, refuse_unscored, removing
+from clearhead.inside.held import HEADS, CutPass, exact_copy, holding, refuse_unscored, removing
 from clearhead.inside.interventions import OnRows
 from clearhead.inside.logit_attribution import Compared, LogitQuery
+from clearhead.inside.names import part_of
 from clearhead.variants.contexts import edit, evaluating, record, tap_names
 
 CANDIDATES = 600
@@ -102,11 +101,6 @@ class Graph(results.Result, Compared):
                 both[1] += edge.influence
         edges = [GraphEdge(*ends, value, influence) for ends, (value, influence) in sums.items()]
         return replace(self, nodes=tuple(nodes), edges=_strongest(edges))
-
-    def save(self, path: str | Path) -> Path:
-        """Write the graph as JSON."""
-        write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
-        return Path(path)
 
 
 def _group(name: str, nodes: Sequence[Node]) -> Node:

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from clearhead.errors import refuse
 from clearhead.inside import names
 from clearhead.inside.inputs import CachedPass, Prepared
 from clearhead.inside.logit_attribution import freeze
+from clearhead.inside.names import part_of
 from clearhead.run.quant.layers import quantized_parts
 from clearhead.variants.contexts import Recording, edit, evaluating, record
 from clearhead.variants.kinds import GlobalKind
@@ -256,14 +257,6 @@ def _added(spec: StackSpec) -> list[str]:
         own = {"attention": kind.name != "none", "cross": spec.cross, "feedforward": spec.feedforwards(layer)}
         parts += [f"blocks.{layer}.{part}.out" for part, there in own.items() if there]
     return [f"{spec.prefix}{name}" for name in ("embedding", *parts)]
-
-
-def part_of(model: Transformer, tap: str) -> Any:
-    """Return the module of an activation: "encoder.blocks.3.attention.out" is of that attention."""
-    own = tap.removeprefix("encoder.")
-    stack = model.encoder if own != tap and model.encoder is not None else model.main
-    _, layer, part, *_ = own.split(".")
-    return getattr(stack.layers()[int(layer)], part)
 
 
 @dataclass(frozen=True)

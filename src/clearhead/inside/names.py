@@ -8,7 +8,7 @@ A kind of attention is `self`, in the stack that feeds the head, `encoder`, in t
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -147,6 +147,14 @@ def as_heads(config: ModelConfig, heads: Heads) -> list[AttentionHead]:
 
 
 # Parts ------------------------------------------------------------------------------------------------------
+
+
+def part_of(model: Any, tap: str) -> Any:
+    """Return the module of an activation: "encoder.blocks.3.attention.out" is of that attention."""
+    own = tap.removeprefix("encoder.")
+    stack = model.encoder if own != tap and model.encoder is not None else model.main
+    _, layer, part, *_ = own.split(".")
+    return getattr(stack.layers()[int(layer)], part)
 
 
 def refuse_foreign(model: nn.Module) -> None:

@@ -8,14 +8,18 @@
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from clearhead.hub.files import write_text
 
 Array = np.ndarray[Any, Any]
 Floats = NDArray[np.float32]
@@ -34,6 +38,11 @@ class Result:
             value = getattr(self, name)
             values[key or name] = plain(value() if callable(value) else value)
         return values
+
+    def save(self, path: str | Path) -> Path:
+        """Write them as JSON."""
+        write_text(Path(path), json.dumps(self.to_dict(), ensure_ascii=False, indent=1) + "\n")
+        return Path(path)
 
 
 def plain(value: Any) -> Any:
