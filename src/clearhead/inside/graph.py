@@ -253,7 +253,7 @@ def graph(
 
 
 READS = {"value": "v", "key": "k", "query": "q"}  # what a head reads by an edge of each kind
-TESTED = 16  # edges of one pass
+TESTED = 24  # edges of one pass
 
 
 @dataclass(frozen=True)

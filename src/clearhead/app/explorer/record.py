@@ -215,22 +215,21 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
             path = f"looks/{edge['part']}/{edge['reader']}/{edge['source']}"
             views[f"{here}/{path}"] = page_view(run, path)
     if share == 1 and sum(weight.numel() for weight in run.m.model.parameters()) <= EXAMPLE_PARAMETERS:
-        views |= _graphs(run, here, opened.query)
+        views |= _graph(run, here, opened.query)
     stops = _stops(run, about, opened, edges, share)
     return views | {f"{here}/stops/{stop['head']}/{stop['reader']}": finite(stop) for stop in stops}
 
 
-def _graphs(run: PageRun, here: str, query: str) -> dict[str, Any]:
-    """Return the graphs of an answer, and the tests of the edges that the page shows first."""
+def _graph(run: PageRun, here: str, query: str) -> dict[str, Any]:
+    """Return the graph of an answer, and the tests of the edges that the page shows first."""
     views: dict[str, Any] = {}
     asked = {name: int(value) for name, value in parse_qsl(query)}
-    for more in ("", "&scores=1", "&neurons=1"):
-        with suppress(ClearheadError):  # a model whose attention or feed-forwards a graph does not take
-            body = page_view(run, f"graph?{query}{more}")
-            views[f"{here}/graph?{query}{more}"] = body
-            for edge in edge_tests(run, body["edges"][:GRAPH_TESTED], **asked):
-                path = f"edge/{edge['source']}/{edge['target']}/{edge['kind']}"
-                views[f"{here}/{path}?{query}"] = finite(edge)
+    with suppress(ClearheadError):  # a model whose attention or feed-forwards a graph does not take
+        body = page_view(run, f"graph?{query}")
+        views[f"{here}/graph?{query}"] = body
+        for edge in edge_tests(run, body["edges"][:GRAPH_TESTED], **asked):
+            path = f"edge/{edge['source']}/{edge['target']}/{edge['kind']}"
+            views[f"{here}/{path}?{query}"] = finite(edge)
     return views
 
 
