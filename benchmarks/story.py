@@ -233,7 +233,7 @@ def stories(keep: KeptParts, options: argparse.Namespace, device: str) -> None:
                 }
             )
             print(f"{name}: {told.sentence} {rows[-1]['named_is_largest']}")
-        keep("story", {"title": name, "rows": rows}, device=device)
+            keep("story", {"title": name, "rows": rows}, device=device)
     path = RESULTS / "story.json"
     saved = json.loads(path.read_text())["results"] if path.exists() else []
     every_row = [row for part in saved for row in part.get("rows", ())]
