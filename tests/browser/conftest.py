@@ -179,7 +179,7 @@ def saved(offline) -> Callable[[Watched, pathlib.Path], tuple[Watched, list[str]
     """`saved(page, path)`: the page of a file that this page saved, and what it tried to reach."""
 
     def make(seen: Watched, path: pathlib.Path) -> tuple[Watched, list[str]]:
-        with seen.page.expect_download() as waiting:
+        with seen.page.expect_download(timeout=120_000) as waiting:  # every view is computed for it
             seen.page.click("#export")
         waiting.value.save_as(path)
         return offline(path)
