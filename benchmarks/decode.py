@@ -329,6 +329,44 @@ def run_speculate() -> None:
         save("speculate", results)
 
 
+# mtp --------------------------------------------------------------------------------------------------------
+
+
+def run_mtp() -> None:
+    """Train a character GPT with one MTP layer on the CPU, then let the layer draft its own greedy text.
+
+    Texts go on from prompts of the last tenth, which training has not seen. `runs`: of the model, one a step;
+    `accepted`: the share of draft tokens that the model would have chosen.
+
+    python benchmarks/run.py mtp [--steps 400] [--new 64] [--rounds 3] [--threads 1] [--save]
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--new", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    settings = {"model.n_mtp_layers": 1, "train.mtp_weight": 0.3, "train.steps": options.steps}
+    settings |= {"train.samples": 0, "train.validate_every": options.steps, "train.threads": options.threads}
+    with tempfile.TemporaryDirectory() as folder:
+        out, data = Path(folder) / "run", "stdlib-docs"
+        trained = ch.train(data, recipe="char-gpt-cpu", out=out, settings={**settings, "train.device": "cpu"})
+    m, results = trained.model, []
+    m.special.pop("eos", None)
+    for prompt in ("Return the ", "If the file ", "The value of "):
+        for count in (1, 2, 4):
+            title = f'"{prompt}", one MTP layer, {count} draft tokens'
+            ids = m.encode([prompt])[0]
+            row = compare(title, m, ids, options.new, options.rounds, draft="mtp", draft_tokens=count)
+            accepted = (row["tokens"] - row["runs"]) / (row["runs"] * count)
+            results.append({**row, "accepted": round(accepted, 3), "loss": trained.metrics.get("loss")})
+            print(f"  accepted {accepted:.2f}, {row['runs'] / row['tokens']:.2f} runs a token")
+    if options.save:
+        save("mtp", results)
+
+
 # long -----------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,7 @@ CASES = {
     "decode": "decode:run_decode",
     "beam": "decode:run_beam",
     "speculate": "decode:run_speculate",
+    "mtp": "decode:run_mtp",
     "long": "decode:run_long",
     "quantize": "quantize:run_quantize",
     "products": "quantize:run_products",

@@ -106,6 +106,7 @@ ODD: dict[str, ModelConfig] = {
     "routed-encoder": encoder.replace(depth_capacity=0.5, norm="rmsnorm"),
     "shared-layers": small.replace(layer_groups=2),
     "looped": small.replace(loop=(0, 1, 2)),
+    "mtp": small.replace(n_mtp_layers=2),
     "shared-experts": small.replace(layer_groups=1, n_experts=3),
     "pruned": small.replace(pruned_heads={"blocks.0.attention": (0, 2), "blocks.2.attention": (1,)}),
     "pruned-groups": small.replace(n_kv_heads=2, pruned_heads={"blocks.1.attention": (2, 3)}),
@@ -211,6 +212,9 @@ def owned(model: Transformer, name: str) -> list[nn.Parameter]:
     first, _, rest = name.partition(".")
     if first == "head" or (first == "encoder" and model.decoder is not None):
         part, name = getattr(model, first), rest
+    if first == "mtp":
+        layer, _, name = rest.partition(".")
+        part = model.mtp[int(layer)]
     pieces = name.split(".")
     if pieces[0] == "blocks":
         part, pieces = part.layers()[int(pieces[1])], pieces[2:]

@@ -535,7 +535,7 @@ class Drawn(NamedTuple):
 
 ACTIVATED = "activation gated gated_clamp gated_shift gate_scale up_scale feedforward_skips"
 PICTURES = {
-    "size": Drawn(draw_size, "vocab_size d_model n_layers d_ff layer_groups loop"),
+    "size": Drawn(draw_size, "vocab_size d_model n_layers d_ff layer_groups loop n_mtp_layers"),
     "families": Drawn(
         draw_families,
         "family n_encoder_layers n_encoder_heads d_encoder_head d_encoder_ff source_vocab_size "

@@ -27,6 +27,7 @@ class Output:
     logits: Tensor | None  # B T V, or by head: B C, B T C, B T 2, B D; None with logits="none"
     hidden: Tensor  # B T D, after the last norm
     memory: Tensor | None = None  # B S D, the encoder's output where there are two stacks
+    mtp: tuple[Tensor, ...] = ()  # B T D, of each MTP layer, where a call asks for them
 
     @property
     def required_logits(self) -> Tensor:
@@ -36,8 +37,7 @@ class Output:
         return self.logits
 
 
-# So that torch.export, vmap and the like see the tensors in it.
-torch.utils._pytree.register_dataclass(Output)
+torch.utils._pytree.register_dataclass(Output)  # so that torch.export, vmap and the like see its tensors
 
 
 class Transformer(nn.Module):
@@ -50,6 +50,7 @@ class Transformer(nn.Module):
         shared = self.encoder.embedding.front if self.encoder is not None and shares_front(config) else None
         self.decoder = Stack(config.decoder, shared) if config.decoder is not None else None
         self.head = heads.HEADS[config.readout.head](config.readout)
+        self.mtp = MTP["layers"](config) if config.n_mtp_layers else None
         if not next(self.parameters()).is_meta:
             initialise(self, config)
         self.tie()
@@ -89,6 +90,7 @@ class Transformer(nn.Module):
         global_mask: Tensor | None = None,
         vectors: Tensor | None = None,
         logits: Literal["all", "last", "none"] = "all",
+        mtp: bool = False,
     ) -> Output:
         """Run the model.
 
@@ -108,6 +110,7 @@ class Transformer(nn.Module):
             global_mask: [B, T] boolean, True = global token, for layers of attention global(...).
             vectors: [B, T, D] in place of those that the token table has for `ids`, as where images stand.
             logits: for which positions the head is run; "none" gives None in place of logits.
+            mtp: run the layers of multi-token prediction too, for their loss; without a cache.
         """
         inputs = Inputs(ids, mask, positions, documents, types, prefix, bias, global_mask, vectors)
         tap, memory, spec = tap_for(self), None, self.main.spec
@@ -129,7 +132,8 @@ class Transformer(nn.Module):
             states, real = heads.pool(hidden, real, "last")[:, None], None
         if logits != "none":
             answer = tap("logits", self.head(states, real, tap.part("head")))
-        return Output(answer, hidden, memory.hidden if memory is not None else None)
+        ahead = MTP["layers"].states(self, hidden, inputs, tokens, cache, tap) if mtp else ()
+        return Output(answer, hidden, memory.hidden if memory is not None else None, ahead)
 
     def _encode(
         self, encoder: Stack, inputs: Inputs | None, cache: Cache | None, batch: int, tap: Tap
@@ -154,15 +158,11 @@ class Transformer(nn.Module):
         return f"{sum(p.numel() for p in self.parameters()):,} parameters"
 
 
+MTP: Registry[Any] = Registry({"layers": "clearhead.variants.mtp:MTPLayers"})
 ARGUMENTS = tuple(inspect.signature(Transformer.forward).parameters)[1:]
 # What a call refuses before it computes: inputs that do not fit the model, and arguments by another name.
 CHECKS: Registry[Any] = Registry(
-    {
-        "call": "clearhead.variants.inputs:check_call",
-        "tokens": "clearhead.variants.inputs:check_tokens",
-        "length": "clearhead.variants.inputs:check_length",
-        "name": "clearhead.variants.inputs:refuse_name",
-    }
+    {name: f"clearhead.variants.inputs:check_{name}" for name in ("call", "tokens", "length", "name")}
 )
 
 

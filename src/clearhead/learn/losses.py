@@ -41,8 +41,10 @@ class Terms:
     z_loss: float = 0.0
     r_drop: float = 0.0
     future_tokens: tuple[float, ...] = ()
+    mtp_weight: float = 0.0
 
     def __bool__(self) -> bool:
+        """Return whether the loss of a row of logits has terms."""
         return bool(self.z_loss or self.r_drop or self.future_tokens)
 
 
@@ -121,8 +123,10 @@ def batch_loss(
     rows of a batch. `terms` are for lm and mlm; a task's own loss has its own.
     """
     config, arguments = model.config, arguments_for(model, batch)
+    ahead = {"mtp": True} if model.training and terms.mtp_weight else {}
     if own_loss is None and isinstance(model.head, heads.LanguageHead):
-        hidden = model(**arguments, logits="none").hidden  # B T D
+        out = model(**arguments, logits="none", **ahead)
+        hidden = out.hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         wanted, compiled = model.main.own(batch.targets, IGNORE), _is_compiled(model)
         some = batch.n_targets < batch.targets.numel() or wanted is not batch.targets
@@ -134,6 +138,12 @@ def batch_loss(
                 hidden = torch.cat([hidden, model(**arguments, logits="none").hidden], -1)  # B T 2·D
             wanted = later_targets(wanted, batch.documents, len(terms.future_tokens))
         loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled, count, row)
+        for number, states in enumerate(out.mtp, 1):
+            wanted = later_targets(batch.targets, batch.documents, number)[..., number]
+            if batch.mask is not None:
+                wanted = wanted.masked_fill(~batch.mask, IGNORE)
+            later = vocabulary_loss(model.head, states, wanted, smoothing, chunk, True, compiled, count)
+            loss = loss + terms.mtp_weight / len(out.mtp) * later
     else:
         if own_loss is None:
             loss = head_loss(config.head, model(**arguments).required_logits, batch, smoothing)
@@ -143,9 +153,9 @@ def batch_loss(
     if model.training and balance:
         # Multiply by the targets, because these losses are part of the mean.
         if config.router_correction:
-            _level(model, batch, total)
+            _level(model, batch, total, bool(ahead))
         elif config.n_experts:
-            loss = loss + balance * batch.n_shared * _balance(model, batch, total)
+            loss = loss + balance * batch.n_shared * _balance(model, batch, total, bool(ahead))
         if config.depth_capacity != 1:
             loss = loss + balance * batch.n_shared * routing.router_loss(model, total)
     return loss, batch.n_targets
@@ -361,17 +371,22 @@ def balance_loss(
     return routing.imbalance(choices, total(routing.counts_of(choices)))
 
 
-def _stacks(model: transformer.Transformer, batch: Batch) -> list[tuple[Stack, Tensor | None]]:
-    """Return the stacks, and which of their tokens of this process are real."""
+def _stacks(model: transformer.Transformer, batch: Batch, mtp: bool) -> list[tuple[nn.Module, Tensor | None]]:
+    """Return the stacks, with `mtp` its layers too, and which of their tokens of this process are real."""
     masks = (batch.mask, batch.source_mask if model.decoder is not None else batch.mask)
-    pairs = zip((model.decoder, model.encoder), masks)
-    return [(stack, stack.worked_on(mask)) for stack, mask in pairs if stack is not None]
+    stacks: list[Stack | None] = [model.decoder, model.encoder]
+    pairs = [(stack, stack.worked_on(mask)) for stack, mask in zip(stacks, masks) if stack is not None]
+    return [*pairs, *((layer, batch.mask) for layer in (model.mtp or ()) if mtp)]
 
 
-def _balance(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> Tensor:
-    return torch.stack([balance_loss(*each, total) for each in _stacks(model, batch)]).mean()
+def _balance(
+    model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor], mtp: bool
+) -> Tensor:
+    return torch.stack([balance_loss(*each, total) for each in _stacks(model, batch, mtp)]).mean()
 
 
-def _level(model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor]) -> None:
-    for each in _stacks(model, batch):
+def _level(
+    model: transformer.Transformer, batch: Batch, total: Callable[[Tensor], Tensor], mtp: bool
+) -> None:
+    for each in _stacks(model, batch, mtp):
         routing.level(*each, total)

@@ -56,7 +56,7 @@ RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ),
     (
         "pretrain weight_decay clip warmup loss_chunk lora average samples temperature clip_high kl "
-        "z_loss r_drop",
+        "z_loss r_drop mtp_weight",
         lambda value: value >= 0,
         "must be 0 or more",
     ),
@@ -118,6 +118,7 @@ class TrainPlan:
     class_weights: Literal["balanced"] | None = None  # rare classes weigh more; None: all alike
     loss_chunk: int | None = None  # rows of logits at a time; None: by the vocabulary
     preference: str = "sigmoid"  # prefer: the loss of pairs, DPO's sigmoid or a variant: ipo, hinge, ...
+    mtp_weight: float = 0.0  # of the loss of MTP layers (model.n_mtp_layers); the paper: 0.3, later 0.1
     beta: float = 0.1  # prefer: how strongly the reference model is kept to
     scale: float = 20.0  # embed: similarities are multiplied by this before the softmax
 

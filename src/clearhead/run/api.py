@@ -93,7 +93,7 @@ class Model(Bundle):
         num_return: int = 1,
         on_text: OnText | None = None,
         cancel: Cancel | None = None,
-        draft: Bundle | None = None,
+        draft: Bundle | str | None = None,
         **options: Any,
     ) -> Generation | list[Generation] | list[list[Generation]]:
         """Continue a prompt, or, with an encoder, answer it.
@@ -107,7 +107,8 @@ class Model(Bundle):
             num_return: how many of the best beams to give.
             on_text: called with the row's number and its new text as soon as that is final.
             cancel: an event, or a function asked after each token: once set, or True, every row ends.
-            draft: a smaller model of the same vocabulary that proposes tokens; the distribution is the same.
+            draft: what drafts tokens: a smaller model with the same vocabulary, or "mtp", the model's own MTP
+                layers; the distribution is the same.
             options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
         """
         asked = {"max_new_tokens": max_new_tokens, "num_return": num_return, **options}
@@ -160,7 +161,7 @@ class Model(Bundle):
         num_return: int = 1,
         on_text: OnText | None = None,
         cancel: Cancel | None = None,
-        draft: Bundle | None = None,
+        draft: Bundle | str | None = None,
         **options: Any,
     ) -> Generation | list[Generation] | list[list[Generation]]:
         """Return what an encoder-decoder makes of a text.

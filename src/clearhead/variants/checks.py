@@ -23,7 +23,7 @@ COUNTS = (
     *("conv_kernel", "conv_stride", "router_groups", "n_active_groups"),
 )
 FROM_ZERO = (
-    *("vocab_size", "n_types", "n_experts", "d_shared_expert"),
+    *("vocab_size", "n_types", "n_experts", "d_shared_expert", "n_mtp_layers"),
     *("n_classes", "d_input", "position_offset", "head_gate"),
 )
 ABOVE_ZERO = (
@@ -49,7 +49,7 @@ TWO_STACKS = (
 def check_given(config: Fields) -> None:
     """Check each field by itself, before anything is derived from it."""
     check_least(config, 1, *LAYERS, *HEADS, *WIDTHS, *COUNTS)
-    for names, most in ((LAYERS, MOST_LAYERS), ((*HEADS, *WIDTHS), MOST_WIDE)):
+    for names, most in (((*LAYERS, "n_mtp_layers"), MOST_LAYERS), ((*HEADS, *WIDTHS), MOST_WIDE)):
         rule = f"is more than any model has: {most:,} is the most"
         for name in names:
             value = getattr(config, name) or 0
@@ -154,6 +154,7 @@ def _spec_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]
         "rope_scaling": config.rope_scaling is not None and config.positions == "rope",
         "pruned_heads": config.pruned_heads,
         "patches": config.input == "patches",
+        "mtp": config.n_mtp_layers,
     }
     for name in (name for name, uses in used.items() if uses):
         yield from VARIANTS[name](config, stacks)
@@ -398,5 +399,6 @@ VARIANTS: Registry[Callable[[Fields, Sequence[StackSpec]], Mistakes]] = Registry
         "rope_scaling": rope_scaling_mistakes,
         "pruned_heads": pruned_mistakes,
         "patches": patch_mistakes,
+        "mtp": "clearhead.variants.mtp:mtp_mistakes",
     }
 )

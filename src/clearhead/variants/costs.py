@@ -131,6 +131,7 @@ def cost(
     dtype: str = "float32",
     source_length: int | None = None,
     autocast: bool = True,
+    mtp: bool = False,
 ) -> Cost:
     """Compute the cost of a model on `batch` rows of `length` inputs.
 
@@ -143,6 +144,7 @@ def cost(
         source_length: the same for the encoder where there are two stacks; None: as `length`.
         autocast: in half precision, count activations as `train` keeps them. False: as with weights that are
             cast before the pass, as FSDP casts them: the residual stream is in half precision too.
+        mtp: count the work of MTP layers, as training with their loss has it; their weights always count.
     """
     config = preset(config) if isinstance(config, str) else config
     size = bytes_of(dtype)
@@ -156,7 +158,7 @@ def cost(
     elif source_length is not None:
         raise InputError("source_length is for a model with an encoder and a decoder: give length alone")
 
-    run = Pass(batch, size, autocast)
+    run = Pass(batch, size, autocast, mtp)
     steps = tuple(model_steps(config, run, length, source_length or 0))
     active = sum(step.parameters - step.idle for step in steps)
     parameters = Parameters(**vars(_by_part(steps, "parameters")), active=active)

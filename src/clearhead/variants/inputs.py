@@ -240,7 +240,7 @@ def _range(x: Tensor, below: int, name: str, limit: str) -> Iterator[str]:
             yield f"{name} contain {bad}: allowed are 0 to {below - 1} ({limit} {below})"
 
 
-def refuse_name(name: str, both: bool) -> None:
+def check_name(name: str, both: bool) -> None:
     """Raise an error about an argument, with the name or the way that we have; `both`: of two stacks."""
     ours = OTHER_NAMES.get(name, "")
     if both and not name.startswith(("decoder", "tgt")):

@@ -20,7 +20,7 @@ from clearhead.core.feedforward import FeedForward, feedforward_class
 from clearhead.core.heads import HEADS, LanguageHead
 from clearhead.core.positions import POSITIONS, AlibiPositions, LearnedPositions, RopePositions
 from clearhead.core.stack import ROUTERS
-from clearhead.core.transformer import shares_front
+from clearhead.core.transformer import MTP, shares_front
 from clearhead.variants.blocks import plain_blocks
 from clearhead.variants.kinds import Strided
 
@@ -68,6 +68,7 @@ class Pass(NamedTuple):
     batch: int  # rows
     size: int  # bytes of one value of a matmul
     autocast: bool = True  # else weights and the residual stream are of this size too
+    mtp: bool = False  # whether MTP layers run too, and the head for each
 
     @property
     def wide(self) -> int:
@@ -109,6 +110,8 @@ def model_steps(config: ModelConfig, run: Pass, length: int, source_length: int)
         yield from stack_steps(stack, run, inputs, memory, stack is config.decoder and shares_front(config))
         memory = stack.n_tokens(inputs)
     yield from steps_of(HEADS[config.readout.head])(config.readout, run, memory)
+    if config.n_mtp_layers:
+        yield from steps_of(MTP["layers"])(config, run, memory)
 
 
 def stack_steps(

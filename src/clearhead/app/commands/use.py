@@ -45,7 +45,7 @@ def generate(
     Args:
         prompt (TEXT): the text to continue (with an encoder: to answer); - or nothing: stdin, one prompt per
             line
-        draft: a smaller model that proposes draft tokens, in place of --lookup
+        draft (DIR|mtp): a smaller model that proposes draft tokens, or the model's own MTP layers
         stream: print the text as it grows
 
     For example:
@@ -66,9 +66,10 @@ def generate(
         model = options.load(folder, parallel)
         from clearhead.learn.tasks import generation
 
+        own = draft == Path("mtp") and not draft.exists()
         hooks = generation.Hooks(
             (lambda number, new: print(new, end="", flush=True)) if live else None,
-            draft=None if draft is None else options.load(draft),
+            draft="mtp" if own else None if draft is None else options.load(draft),
         )
 
         def written(prompt: str | list[int]) -> str:

@@ -94,8 +94,7 @@ class StackFields:
     positions: PositionName = "learned"  # how order is told: a table, waves, rotation or a bias
     max_positions: int = 1024  # longest sequence; for schemes without a table, the length it is meant for
     position_offset: int = 0  # learned: rows skipped at the start of the table
-    # sin, cos, sin, cos ... or all sin, then all cos
-    sinusoid_layout: Literal["interleaved", "half"] = "interleaved"
+    sinusoid_layout: Literal["interleaved", "half"] = "interleaved"  # sin, cos, sin, ...; half: all sin first
     sinusoid_ends: bool = False  # slowest frequency exactly 1/10,000, not one step above it as in the paper
     rope_base: float = 10_000.0  # larger: slower rotation, for longer texts
     rope_local_base: float | None = None  # base in layers with a window; None: rope_base, with the scaling
@@ -179,6 +178,7 @@ class Fields(StackFields):
     layer_groups: int | None = None  # None: every layer its own weights; k: runs of layers share k sets
     # (first, layers, times): a span of layers, used several times; n_layers counts every use
     loop: tuple[int, int, int] | None = None
+    n_mtp_layers: int = 0  # decoder: layers that predict tokens after the next one (multi-token prediction)
 
     # Embedding
     source_vocab_size: int | None = None  # encoder-decoder: None: vocab_size

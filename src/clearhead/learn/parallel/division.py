@@ -136,6 +136,10 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
             return (
                 f"context {mesh.context} divides full and window layers, and the model has {kinds[0]}: use 1"
             )
+    if config.n_mtp_layers and max(mesh.tensor, mesh.pipeline, mesh.context, mesh.expert) > 1:
+        return (
+            f"{mesh} does not divide the MTP layers (n_mtp_layers {config.n_mtp_layers}): use data or shard"
+        )
     layers = sum(stack.n_layers for stack in config.stacks)
     if mesh.pipeline > layers:
         return f"pipeline {mesh.pipeline} is more than the {layers} layers: choose {layers} or less"

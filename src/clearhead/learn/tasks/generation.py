@@ -55,7 +55,7 @@ class TranslateOptions(RequestOptions, total=False):
 
     on_text: OnText | None
     cancel: Cancel | None
-    draft: Bundle | None
+    draft: Bundle | str | None
 
 
 class GenerateOptions(TranslateOptions, total=False):
@@ -71,7 +71,7 @@ class Hooks:
 
     on_text: OnText | None = None
     cancel: Cancel | None = None  # set, or True: every row ends with what it has
-    draft: Bundle | None = None  # a smaller model with the same vocabulary that proposes tokens
+    draft: Bundle | str | None = None  # what drafts tokens: a smaller model, or "mtp", its own MTP layers
 
     @property
     def cancelled(self) -> Callable[[], bool] | None:
@@ -100,12 +100,12 @@ def generate(
     if not texts:
         return []
     draft = hooks.draft
-    with evaluating(m.model), nullcontext() if draft is None else evaluating(draft.model):
+    with evaluating(m.model), evaluating(draft.model) if isinstance(draft, Bundle) else nullcontext():
         runner, read = m.engine.runner(), prompts_of(m, texts, prompts)
         if request.num_beams > 1:
             results = _search(m, runner, request, read, ends)
         else:
-            smaller = None if draft is None else draft.engine.runner()
+            smaller = draft.engine.runner() if isinstance(draft, Bundle) else draft
             drafters = speculate.drafters_for(runner, request, read, texts, smaller)
             rows = _continue(m, runner, request, read, ends, drafters, hooks.on_text)
             results = [[generation] for generation in rows]
@@ -155,8 +155,10 @@ def asked_for(
     return request, texts, ends
 
 
-def check_draft(m: Bundle, draft: Bundle) -> None:
-    """Refuse a draft model with another vocabulary."""
+def check_draft(m: Bundle, draft: Bundle | str) -> None:
+    """Refuse a draft model with another vocabulary, and MTP layers that are not there."""
+    if not isinstance(draft, Bundle):
+        return speculate.check_mtp(m.model, draft)
     refuse(
         None not in (m.tokenizer, draft.tokenizer)
         and m.text_tokenizer.get_vocab() != draft.text_tokenizer.get_vocab(),

@@ -305,7 +305,7 @@ class TrainingRun:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.terms = Terms(plan.z_loss, plan.r_drop, plan.future_tokens)
+        self.terms = Terms(plan.z_loss, plan.r_drop, plan.future_tokens, plan.mtp_weight)
 
     @property
     def model(self) -> Transformer:

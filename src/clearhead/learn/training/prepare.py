@@ -193,7 +193,8 @@ def assemble(
         recompute(loaded.model)
     per_token = 0.0
     if task.tokens is not None and not joined:
-        per_token = cost(loaded.config, length=loaded.max_length).flops.training_per_token
+        figures = cost(loaded.config, length=loaded.max_length, mtp=plan.mtp_weight > 0)
+        per_token = figures.flops.training_per_token
     least = None
     if precision.peak is not None:
         least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
@@ -281,6 +282,13 @@ def mistakes_of(plan: TrainPlan, task: Task, loaded: Model, world: World) -> Ite
         yield f"train.future_tokens looks ahead, and {task.name} fills in on both sides: leave it out"
     if plan.future_tokens and mesh.context > 1:
         yield "train.future_tokens needs whole rows: leave parallel.context at 1"
+    if plan.mtp_weight and not (vocabulary and config.n_mtp_layers):
+        yield (
+            f"train.mtp_weight {plan.mtp_weight} is for models with MTP layers that learn the next token: "
+            "set model.n_mtp_layers, or leave it out"
+        )
+    if config.n_mtp_layers and max(mesh.tensor, mesh.pipeline, mesh.context, mesh.expert) > 1:
+        yield f"model.n_mtp_layers {config.n_mtp_layers}: {mesh} does not divide them: use data or shard"
     if plan.r_drop:
         if not (vocabulary or isinstance(task, ClassTask)):
             yield f"train.r_drop is for tasks that predict tokens or classes, and {own}: leave it out"
@@ -454,6 +462,8 @@ def remarks(recipe: Recipe, task: Task, loaded: Model, base: Model | None) -> It
             f"rows have {longest} tokens at most: the model takes no more, "
             f"and data.max_length is {wanted}; set model.max_positions"
         )
+    if loaded.config.n_mtp_layers and not recipe.train.mtp_weight:
+        yield "MTP layers are not trained: train.mtp_weight is 0, and 0.3 in the paper"
     for name in ("vocab_size", "head", "n_classes"):
         value, decided = recipe.model.get(name), getattr(loaded.config, name)
         if value not in (None, decided):

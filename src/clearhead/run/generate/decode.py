@@ -344,10 +344,12 @@ def prefill(
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
     vectors: abc.Sequence[PromptVectors | None] | None = None,
+    seen: Callable[[int, Tensor], None] = lambda start, states: None,
 ) -> Tensor:
     """Read the prompts, left-padded, long ones in chunks; return the logits of the next token [B, V].
 
     `vectors`: those of each prompt, which begins before what the cache holds of it already.
+    `seen` is told of the states [B, N, D] of each chunk, and of the slot where it begins.
     """
     device = next(model.parameters()).device
     ids = padded(prompts, device=device, left=True)
@@ -367,7 +369,9 @@ def prefill(
         part, given = None if mask is None else mask[:, chunk], (source, source_mask) if start == 0 else ()
         wanted = "last" if chunk.stop >= longest else "none"
         more = {} if x is None else {"vectors": x[:, chunk]}
+        before = cache.length
         out = model(ids[:, chunk], part, *given, cache=cache, logits=wanted, **more)
+        seen(before, out.hidden)
     return cast(Tensor, out.logits[:, -1])
 
 

@@ -2,9 +2,9 @@
 
 The result is what plain decoding gives. Draft tokens from the row's own text (`PromptLookup`) are not drawn,
 so the model draws as it always would, by the same seed, and goes on for as long as it draws the draft tokens:
-the tokens themselves are the same. Those of a second model (`DraftModel`) are drawn from its distribution q;
-each is accepted with probability min(1, p/q), and the first that is not is replaced by a draw from
-max(p - q, 0): the distribution is the same.
+the tokens themselves are the same. Those of a second model (`DraftModel`), or of the model's own layers for
+multi-token prediction (`MTPDrafter`), are drawn from a distribution q; each is accepted with probability
+min(1, p/q), and the first that is not is replaced by a draw from max(p - q, 0): the distribution is the same.
 
 Rows run one after another, each with a cache of its own, which drops the keys of rejected draft tokens.
 
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from clearhead.core.cache import Cache
 from clearhead.core.config import TABLES
+from clearhead.core.masks import tokens_from
+from clearhead.core.stack import Inputs
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.run.generate.decode import RESERVE, check_request, prefill, slides, steps_back, streams
@@ -38,6 +40,7 @@ from clearhead.run.generate.sequence import (
 )
 from clearhead.run.generate.stream import agreed
 from clearhead.run.generate.vectors import Span, embedded
+from clearhead.variants.mtp import states_after
 
 MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little
 # Where a step verifies draft tokens only as far as that pays, as the server does:
@@ -88,6 +91,28 @@ class PromptLookup:
         return Proposal(list(itertools.islice(itertools.cycle(self.text[at : at + count]), count)))
 
 
+class Draws:
+    """How draft tokens are drawn from logits, by the options that say nothing of earlier tokens."""
+
+    def __init__(self, sampling: Request) -> None:
+        # Rules that look back are left to the model that verifies: any q gives the right result.
+        shared = ("temperature", *FILTERS, "logit_bias", "allowed", "banned")
+        self.sampling = Request(**{name: getattr(sampling, name) for name in shared})
+        self.drafted: list[int] = []
+        self.drawn_from: list[Tensor] = []
+
+    def draw(self, logits: Tensor, roll: Roll) -> None:
+        """Add a draft token, drawn from logits [1, V]."""
+        q = distribution(adjust_by(logits, self.sampling), self.sampling)
+        self.drawn_from.append(q)
+        self.drafted.append(int(draw(q, roll())))
+
+    @property
+    def proposal(self) -> Proposal:
+        """All of them."""
+        return Proposal(self.drafted, self.drawn_from if self.sampling.temperature > 0 else None)
+
+
 class DraftModel:
     """Draft tokens of a second, smaller model."""
 
@@ -96,37 +121,84 @@ class DraftModel:
     ) -> None:
         """Draft up to `count` tokens at a time; a call reads `chunk` tokens at most before it drafts any."""
         self.model, self.count, self.sources, self.chunk = model, count, prompts.sources, chunk
-        # Rules that look back are left to the other model: any q gives the right result.
-        shared = ("temperature", *FILTERS, "logit_bias", "allowed", "banned")
-        self.sampling = Request(**{name: getattr(sampling, name) for name in shared})
-        self.cache = Cache()
+        self.draws, self.cache = Draws(sampling), Cache()
         self.length = 0  # tokens given at the last call
-        self.drafted: list[int] = []  # and what it drafted
 
     def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
         """See `Drafter`."""
         config, count = self.model.config, min(self.count, most)
         if config.positions in TABLES:
             count = min(count, config.max_positions - len(tokens) + 1)
-        kept = self.length + agreed(
-            self.drafted, tokens[self.length :]
-        )  # the draft tokens that were accepted
+        draws = self.draws
+        kept = self.length + agreed(draws.drafted, tokens[self.length :])  # with the accepted draft tokens
         self.cache.crop(min(self.cache.length, kept))
-        self.length, self.drafted, drawn_from = len(tokens), [], []
+        self.length, self.draws = len(tokens), (draws := Draws(draws.sampling))
         if count > 0 and len(tokens) - self.cache.length > self.chunk:
             prefill(self.model, [self.unread(tokens)[: self.chunk]], self.cache, *self.sources)
             return Proposal([])
-        while len(self.drafted) < count:
-            unread = self.unread(tokens) if not self.drafted else self.drafted[-1:]
-            logits = prefill(self.model, [unread], self.cache, *self.sources)
-            q = distribution(adjust_by(logits, self.sampling), self.sampling)
-            drawn_from.append(q)
-            self.drafted.append(int(draw(q, roll())))
-        return Proposal(self.drafted, drawn_from if self.sampling.temperature > 0 else None)
+        while len(draws.drafted) < count:
+            unread = self.unread(tokens) if not draws.drafted else draws.drafted[-1:]
+            draws.draw(prefill(self.model, [unread], self.cache, *self.sources), roll)
+        return draws.proposal
 
     def unread(self, tokens: list[int]) -> list[int]:
         """Return those tokens that this model has not read."""
         return tokens[self.cache.length :]
+
+
+class MTPDrafter:
+    """Draft tokens of the model's own MTP layers, from the states that its last block gave the head.
+
+    Layer k reads the state of token i from layer k - 1 and token i + k, and drafts token i + k + 1. Past the
+    last layer, that layer reads its own states and drafts.
+    """
+
+    def __init__(self, model: Transformer, count: int, sampling: Request) -> None:
+        """Draft up to `count` tokens at a time."""
+        assert model.mtp is not None
+        self.model, self.count, self.draws = model, count, Draws(sampling)
+        self.layers, self.caches = list(model.mtp), [Cache() for _ in model.mtp]
+        self.start: int | None = None  # the first token whose state is here: those of a kept prefix are not
+        self.states = [torch.empty(0)] * len(self.layers)  # that a layer has not read next to known tokens
+
+    def observe(self, start: int, states: Tensor) -> None:
+        """Take the states [1, N, D] of tokens from position `start` on, in place of those from there on."""
+        if self.start is None:
+            self.start, self.states = start, [states[:, :0]] * len(self.layers)
+        self._keep(0, start - self.start, states)
+
+    def _keep(self, layer: int, start: int, states: Tensor) -> None:
+        read = self.caches[layer].length
+        before = self.states[layer][:, : max(0, start - read)]
+        self.states[layer] = torch.cat([before, states[:, max(0, read - start) :]], 1)
+
+    def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
+        """See `Drafter`; the states of all tokens but the last one were observed."""
+        ids, draws = tokens[self.start :], Draws(self.draws.sampling)
+        last, count = len(ids) - 1, min(self.count, most)
+        if self.start is None or last < 1 or count < 1:
+            return Proposal([])
+        read, hidden = [cache.length for cache in self.caches], self.states[0]
+        for number in range(count):
+            layer = min(number, len(self.layers) - 1)
+            first, later = self.caches[layer].length, ids + draws.drafted
+            if number == layer:
+                hidden = self._run(layer, self.states[layer][:, : last - first], later[first + layer + 1 :])
+                if layer + 1 < len(self.layers):
+                    self._keep(layer + 1, first, hidden)
+            else:
+                hidden = self._run(layer, hidden[:, -1:], later[-1:])
+            draws.draw(self.model.head(hidden[:, -1:], None)[:, -1], roll)
+        for layer, cache in enumerate(self.caches):  # what was read next to draft tokens is forgotten
+            cache.crop(min(cache.length, max(0, last - layer)))
+            self.states[layer] = self.states[layer][:, cache.length - read[layer] :]
+        return draws.proposal
+
+    def _run(self, layer: int, hidden: Tensor, ids: list[int]) -> Tensor:
+        """Run a layer on states [1, N, D], with a later token for each -> [1, N, D]."""
+        cache, later = self.caches[layer], torch.tensor([ids], device=hidden.device)
+        tokens = tokens_from(1, len(ids), later.device, before=cache.tokens)
+        return states_after(self.model, self.layers[layer], hidden, Inputs(later), tokens, cache)
 
 
 def accept(p: Tensor, q: Tensor, drafted: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,6 +317,18 @@ def check_draft(model: Transformer, draft: Transformer) -> None:
         )
 
 
+def check_mtp(model: Transformer, draft: str) -> None:
+    """Refuse drafts of MTP layers from a model that has none."""
+    refuse(
+        draft != "mtp",
+        f'draft "{draft}" is not known: give a smaller model, or "mtp" for the model\'s own layers',
+    )
+    refuse(
+        not model.config.n_mtp_layers,
+        'draft "mtp" is for a model with MTP layers: leave it out, or train with model.n_mtp_layers',
+    )
+
+
 def check_steps_back(*models: Transformer) -> None:
     """Refuse models that cannot take a rejected token back."""
     refuse(
@@ -259,10 +343,12 @@ def drafters_for(
     request: Request,
     prompts: Prompts,
     texts: abc.Sequence[abc.Sequence[int]],
-    draft: Transformer | None,
+    draft: Transformer | str | None,
 ) -> list[Drafter]:
     """Make a drafter for each row, or none. `texts` are the ids given: with an encoder, the sources."""
     config, rows = model.config, range(len(prompts.ids))
+    if isinstance(draft, str):
+        return [MTPDrafter(model, request.draft_tokens, request) for _ in rows]
     if draft is None:
         looked_into = prompts.source is not None and config.source_vocab_size == config.vocab_size
         return [
@@ -295,10 +381,15 @@ def speculate(
     device, most = next(model.parameters()).device, request.max_new_tokens
     sources = [prompts.rows([row.number]).sources for row in rows]
     caches = [cache or Cache(min(len(row.prompt) + most, RESERVE)) for row in rows]
+
+    def observer(row: Sequence) -> Callable[[int, Tensor], None]:
+        drafter = drafters[row.number]
+        return drafter.observe if isinstance(drafter, MTPDrafter) else lambda start, states: None
+
     for row, own, source in zip(rows, caches, sources):
         unread = row.prompt[own.length : -1]  # the last token runs with the first draft tokens
         if unread:
-            prefill(model, [unread], own, *source, vectors=[row.vectors])
+            prefill(model, [unread], own, *source, vectors=[row.vectors], seen=observer(row))
 
     def step(row: Sequence) -> bool:
         """Add a token or more in one run of the model; return False when the row has ended."""
@@ -308,7 +399,9 @@ def speculate(
         unread = torch.tensor([row.tokens[own.length :] + proposal.tokens], device=device)
         x = embedded(model, unread, [Span(row.vectors, own.length, len(row.prompt))])
         more = {} if x is None else {"vectors": x}
-        logits = model(unread, None, *sources[row.number], cache=own, **more).logits[0]  # N+1 V
+        start, out = own.length, model(unread, None, *sources[row.number], cache=own, **more)
+        observer(row)(start, out.hidden)
+        logits = out.logits[0]  # N+1 V
         goes_on = verify(sampler, row, ((here, None) for here in logits.split(1)), proposal)
         own.crop(min(own.length, len(row.tokens) - 1))
         return goes_on

@@ -84,7 +84,7 @@ KNOWN: Mapping[type[nn.Module], tuple[str, ...]] = {
         *("feedforward", "feedforward_residual", "parallel"),
     ),
     Stack: ("spec", "embedding", "positions", "blocks", "norm", "plan"),
-    Transformer: ("config", "encoder", "decoder", "head"),
+    Transformer: ("config", "encoder", "decoder", "head", "mtp"),
 }
 WHOLES = (Stack, Transformer)  # whose parts may compute as they like
 
