@@ -160,8 +160,7 @@ class Transformer(nn.Module):
 
 MTP: Registry[Any] = Registry({"layers": "clearhead.variants.mtp:MTPLayers"})
 ARGUMENTS = tuple(inspect.signature(Transformer.forward).parameters)[1:]
-# What a call refuses before it computes: inputs that do not fit the model, and arguments by another name.
-CHECKS: Registry[Any] = Registry(
+CHECKS: Registry[Any] = Registry(  # what a call refuses before it computes: its inputs, and unknown names
     {name: f"clearhead.variants.inputs:check_{name}" for name in ("call", "tokens", "length", "name")}
 )
 
