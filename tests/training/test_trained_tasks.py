@@ -139,8 +139,29 @@ def test_texts_of_a_row_have_the_vectors_they_have_alone(embedder, tmp_path):
     vectors = text_vectors(hidden, batch, "mean")
     for number, found in zip(batch.numbers.tolist(), vectors):
         assert harness.worst(found, m.embed([text.strip() for text in texts[number]])) < 1e-5
+    # Whole vectors and their first 5 and 9 numbers, as vectors of their own (Matryoshka).
+    whole = torch.stack([m.embed([text.strip() for text in texts[n]]) for n in batch.numbers.tolist()])
+    wanted = 0.0
+    for width in (whole.shape[-1], 5, 9):
+        cut = torch.nn.functional.normalize(whole[..., :width].double(), dim=-1)
+        logits = 20 * cut[:, 0] @ torch.cat([cut[:, 1], cut[:, 2]]).T
+        wanted += float(torch.nn.functional.cross_entropy(logits, torch.arange(3), reduction="sum"))
+    assert float(task.with_values(widths=(5, 9)).loss(hidden, batch)) == pytest.approx(wanted, rel=1e-5)
     found = ch.evaluate(m, path, DataPlan(task="embed"))
     assert set(found.metrics) == {"loss", "mrr", "ndcg"}
+
+
+def test_widths_that_no_vector_has_are_refused(tmp_path):
+    rows = [{"anchor": f"a {word}", "positive": f"b {word}"} for word in THINGS]
+    text = [f"some {word} to learn" for word in THINGS]
+    cases = {
+        "widths 999 is no part of a vector": (rows, "embed"),
+        "is for embed": (text, "char-gpt-cpu"),
+    }
+    for number, (says, (data, recipe)) in enumerate(cases.items()):
+        settings = {**SMALL, "train.widths": (999,)}
+        with pytest.raises(ConfigError, match=says):
+            ch.train(data, recipe=recipe, out=tmp_path / str(number), settings=settings)
 
 
 def test_scored_pairs_are_ordered_and_judged_by_correlation(tmp_path):

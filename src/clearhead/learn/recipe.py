@@ -121,6 +121,7 @@ class TrainPlan:
     mtp_weight: float = 0.0  # of the loss of MTP layers (model.n_mtp_layers); the paper: 0.3, later 0.1
     beta: float = 0.1  # prefer: how strongly the reference model is kept to
     scale: float = 20.0  # embed: similarities are multiplied by this before the softmax
+    widths: tuple[int, ...] = ()  # embed: the first so many numbers of a vector learn too (Matryoshka)
 
     # Machine
     device: str = "auto"  # cuda, mps, cpu; auto: the best there is

@@ -156,6 +156,11 @@ def assemble(
         ConfigError,
     )
     job.note(precision.sentence)
+    refuse(
+        plan.widths and task.name != "embed",
+        f"train.widths is for embed, and this is {task.name}: leave it out",
+        ConfigError,
+    )
     if plan.quantize is not None:
         unfit = plan.compile or plan.precision == "float8" or world.size > 1
         refuse(

@@ -176,6 +176,7 @@ class Embed(Task):
     command = "embed {folder} TEXT"
     pooling = "mean"  # of the states of a text
     scale = 20.0  # of cosines
+    widths: tuple[int, ...] = ()  # of the first numbers of vectors, which are vectors that learn too
 
     def encode(self, rows: Iterable[Similar], encoder: Encoder) -> Iterator[Columns]:
         """Encode the texts of each example, a key of each that may be a candidate, and the score or NaN."""
@@ -228,18 +229,27 @@ class Embed(Task):
             ConfigError,
         )
         pooling = loaded.sentences.pooling if loaded.sentences else "mean"
-        return self.with_values(pooling=pooling, scale=plan.scale)
+        most = loaded.config.d_model
+        wrong = next((width for width in plan.widths if not 0 < width < most), None)
+        refuse(
+            wrong is not None,
+            f"train.widths {wrong} is no part of a vector of {most} numbers: choose 1 to {most - 1}",
+            ConfigError,
+        )
+        return self.with_values(pooling=pooling, scale=plan.scale, widths=plan.widths)
 
     def loss(self, outputs: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
-        """Return the loss of states [B, T, D], summed over the rows."""
-        return self._losses(outputs, batch, judged=False).sum()
+        """Return the loss of states [B, T, D], summed over the rows and over the widths."""
+        vectors = text_vectors(outputs, batch, self.pooling)
+        cut = [nnf.normalize(vectors[..., :width], dim=-1) for width in self.widths]
+        return torch.stack([self._losses(each, batch, judged=False).sum() for each in (vectors, *cut)]).sum()
 
     def row_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the loss of each row, comparable between batch sizes: see `mean_excess`."""
-        return self._losses(outputs, batch, judged=True)
+        """Return the loss of each row by whole vectors, comparable between batch sizes: see `mean_excess`."""
+        return self._losses(text_vectors(outputs, batch, self.pooling), batch, judged=True)
 
-    def _losses(self, hidden: Tensor, batch: Batch, judged: bool) -> Tensor:
-        vectors, scores = text_vectors(hidden, batch, self.pooling), batch.scores
+    def _losses(self, vectors: Tensor, batch: Batch, judged: bool) -> Tensor:
+        scores = batch.scores
         assert scores is not None
         if bool(scores.isnan().any()):
             return ranking_losses(vectors, batch.targets, self.scale, judged)
