@@ -23,6 +23,7 @@ CASES = {
     "ranks": "quantize:run_ranks",
     "train_step": "train:run_train_step",
     "train_loop": "train:run_train_loop",
+    "ladder": "train:run_ladder",
     "same_bits": "train:run_same_bits",
     "startup": "process:run_startup",
     "load": "process:run_load",

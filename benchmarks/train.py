@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import hashlib
+import json
 import statistics
 import subprocess
 import sys
@@ -15,10 +16,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from benchmarks.common import MinimalGPT, alternate, by_processor, report, save
+from benchmarks.common import MinimalGPT, alternate, by_processor, processor_name, report, save
 from torch import nn
 
 import clearhead as ch
+from clearhead.labs.lab.experiment import interval
+from clearhead.labs.lab.ladder import SIZES
 from clearhead.learn.training.machine import narrow
 from clearhead.run.kernels.training import join_projections, suit_narrow
 
@@ -215,6 +218,39 @@ def run_train_loop() -> None:
     print(f"  the loop takes {overhead:+.1%} of the bare step")
     if options.save:
         save("cpu_train_loop", [{**result, "overhead_over_bare_step": round(overhead, 4)}])
+
+
+# ladder ---------------------------------------------------------------------------------------------------
+
+
+def run_ladder() -> None:
+    """Record the lab's ladder: shares of tokens and time to equal loss, from the trials of its folder.
+
+    clearhead lab ladder --data TEXT --out DIR, then python benchmarks/run.py ladder DIR [--save]
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    found = json.loads((options.folder / "results.json").read_text())
+    names = [f"{size} {what}" for size in SIZES for what in ("tokens", "time", "loss")]
+    rows = {}
+    for arm, trials in found["trials"].items():
+        rows[arm] = {}
+        for name in names:
+            values = [trial[name] for trial in trials]
+            low, high = interval(values)
+            rows[arm][name] = {
+                "mean": round(statistics.fmean(values), 4),
+                "low": round(low, 4),
+                "high": round(high, 4),
+                "seeds": [round(value, 4) for value in values],
+            }
+        print(f"{arm:<32}", *(f"{name} {rows[arm][name]['mean']:.3f}" for name in names))
+    made = {"title": "the ladder", "device": processor_name(), "torch": found["torch"]}
+    made |= {key: found[key] for key in ("command", "setup", "arms", "seconds")}
+    if options.save:
+        save("ladder_cpu", [{**made, "sizes": SIZES, "rows": rows}])
 
 
 # same_bits ------------------------------------------------------------------------------------------------

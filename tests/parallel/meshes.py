@@ -56,7 +56,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 FAMILIES["muon"] = {
     **FAMILIES["moe"],
-    **{"train.optimizer": "muon", "train.ema": 0.9, "train.schedule": "constant", "data.batch_size": 4},
+    **{"train.optimizer": "normuon", "train.cautious_decay": True},
+    **{"train.ema": 0.9, "train.schedule": "constant", "data.batch_size": 4},
     **{"model.n_experts": 5, "model.d_shared_expert": 12, "model.gated": True},
 }
 FAMILIES["lora"] = {"train.lora": 2, "train.lora_targets": ["q", "k", "v", "out", "up", "down"]}
