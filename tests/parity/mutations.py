@@ -289,7 +289,6 @@ EXTRA: dict[str, list[Any]] = {
     "moe_layer_freq": [1, 2],
     "mscale_all_dim": [1.0],
 }
-PARTS = ("text_config", "vision_config")  # of a model of two
 ABSENT = object()  # the field is left out
 # Fields from which others follow: each is left out together with every other change of a field like these.
 SOURCES = {
@@ -339,14 +338,8 @@ def mutations(written: dict[str, Any], config: Any) -> Iterator[tuple[str, Any]]
     for name in names:
         if name not in skipped:
             values = values_for(name, written.get(name, getattr(config, name, None)))
-            if name in PARTS:  # without it, the reference would build a model of its usual size
-                values = [value for value in values if value]
             default = getattr(type(config), name, None)
-            if (
-                name in written
-                and name not in PARTS
-                and not (type(default) is int and default > 64 and name != "sliding_window")
-            ):
+            if name in written and not (type(default) is int and default > 64 and name != "sliding_window"):
                 yield name, ABSENT  # else the reference would build a model of its usual size
             seen: list[str] = []
             for value in [*values, *EXTRA.get(name, ())]:
