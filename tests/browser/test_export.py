@@ -121,7 +121,7 @@ def test_a_notebook_shows_the_same(offline, tmp_path):
     )
     best = ch.trace(m, text).logits[0, -1].double().softmax(-1).topk(20).values
     assert shown == pytest.approx(best.tolist(), abs=1e-6)
-    assert frame.locator("nav a:not([hidden])").count() == 10
+    assert frame.locator("nav a:not([hidden])").count() == 11
     assert seen.wrong == []
     assert tried == []
     assert json.dumps(cell.recorded)

@@ -72,6 +72,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "gated": (True,),
     "gated_clamp": (0.3, 7.0),
     "gated_shift": (0.5,),
+    "gate_scale": (0.7,),
+    "up_scale": (1.3,),
     "n_experts": (2, 4),
     "n_active_experts": (1, 2),
     "router_order": ("softmax_topk", "sigmoid_topk"),
@@ -124,6 +126,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "conv_kernel": (5,),
     "conv_stride": (1, 3),
     "loop": ((0, 1, 2), (1, 1, 3), (0, 2, 2)),
+    "n_mtp_layers": (1,),
 }
 # Sizes that every model has, and how fresh weights are drawn, which `build` draws anew.
 OF_SIZE = {

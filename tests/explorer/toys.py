@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from typing import Any
@@ -135,7 +136,9 @@ class Served:
         data = raw if raw is not None else None if body is None else json.dumps(body).encode()
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         sent = {"Content-Type": "application/json", **named}
-        request = urllib.request.Request(self.url + path, data, sent)
+        # As a browser escapes what it is given: spaces, and nothing that is escaped already.
+        escaped = urllib.parse.quote(path, safe="/?=&%@,.:+~")
+        request = urllib.request.Request(self.url + escaped, data, sent)
         try:
             with urllib.request.urlopen(request, timeout=30) as answer:
                 return answer.status, dict(answer.headers), answer.read()

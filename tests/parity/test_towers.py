@@ -263,7 +263,7 @@ def test_check_compares_both_towers(directory: pathlib.Path) -> None:
     with torch.no_grad():
         for row in reference_rows(m):
             assert row.run() <= row.tolerance, row.name
-    with pytest.raises(ch.InputError, match="one tower of two"):
+    with pytest.raises(ch.InputError, match="one part of two"):
         ch.check(ch.load(directory / "text"), reference=True)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import clearhead as ch
 from clearhead.learn.batches.batch import Batch
-from clearhead.learn.losses import batch_loss
+from clearhead.learn.losses import Terms, batch_loss
 from clearhead.learn.recipe import TrainPlan
 from clearhead.learn.tasks.table import TASKS
 from clearhead.learn.training import captured, loop, machine, optim, prepare
@@ -252,6 +252,7 @@ def test_what_is_recorded_has_an_optimizer_that_skips_by_itself(kind):
         world=SimpleNamespace(mesh=None),
         plan=TrainPlan(optimizer=kind),
         optimizer=made,
+        terms=Terms(),
         task=TASKS["lm"],
     )
     assert captured.can_capture(on_gpu) is (kind == "adamw")

@@ -162,7 +162,7 @@ def refuse_foreign(model: nn.Module) -> None:
 
     A graph and a circuit go through a model part by part, and would leave out, silently, what these do.
     """
-    known = (nn.Linear, nn.Embedding, nn.ModuleList, nn.Dropout)
+    known = (nn.Linear, nn.Embedding, nn.Conv1d, nn.ModuleList, nn.Dropout)
     for name, part in model.named_modules():
         if ".parametrizations" in name:
             continue  # a weight in other numbers is a weight

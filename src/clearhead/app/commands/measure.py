@@ -328,7 +328,7 @@ def plan(
       clearhead plan my-model/ --devices 8 --peak a100 --length 4096 --batch 524288
       clearhead plan llama-3-8b --devices 16 --mesh shard=8,tensor=2 --json
       clearhead plan my-recipe.toml --devices 4 --peak "rtx 4090"
-      clearhead plan llama-3-8b --devices 1 --peak a10 --length 1024 --lora 16 --quantize int4
+      clearhead plan llama-3-8b --devices 1 --peak a10 --lora 16 --quantize int4
       clearhead plan --budget 1e18
     """
     check_picture(plot)
