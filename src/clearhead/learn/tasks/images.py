@@ -132,7 +132,9 @@ def taken(m: Bundle, messages: Sequence[Message], files: bool = True) -> tuple[l
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in (IMAGE, URL):
             return part
-        refuse(m.image_encoder is None, f"{place} has a part of the type {kind!r}: this model reads text alone")
+        refuse(
+            m.image_encoder is None, f"{place} has a part of the type {kind!r}: this model reads text alone"
+        )
         more = next((name for name in part if name not in ("type", kind)), None)
         refuse(more, f'{place} has an image with "{more}", which is not read: leave it out')
         refuse(
