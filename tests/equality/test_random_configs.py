@@ -62,7 +62,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "relative_terms": ("c2p", "p2c"),
     "relative_norm": (True,),
     "window": (3, 6, 100),
-    "attention_scale": (0.3, 1.0),
+    "attention_scale": (0.3, 0.6),
     "attention_softcap": (3.0,),
     "attention_sink": (True,),
     "attention_gate": (True,),
