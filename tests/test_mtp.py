@@ -16,6 +16,7 @@ from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.losses import Terms, batch_loss
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.speculate import MTPDrafter
+from clearhead.run.kernels.lora import add_lora
 from clearhead.variants.contexts import attending
 from tests.harness import build, config, some_ids, worst
 
@@ -145,6 +146,18 @@ def test_cost_counts_weights_always_and_work_where_it_is_done():
             loss.backward()
         counted.append((forward.get_total_flops(), backward.get_total_flops()))
     assert [(cost.flops.forward.total, cost.flops.backward.total) for cost in (bare, whole)] == counted
+
+
+def test_updates_of_low_rank_are_of_the_model_and_not_of_its_mtp_layers():
+    model = build(**DEPTHS)
+    names = add_lora(model, 2, 4.0, ["all-linear"])
+    assert names and not any(name.startswith("mtp.") for name in names)
+    assert not any(weight.requires_grad for weight in model.mtp.parameters())
+
+
+def test_segments_are_refused():
+    with pytest.raises(ch.ConfigError, match="MTP layers read no segments"):
+        config(**DEPTHS, n_types=2)
 
 
 def test_training_lowers_the_loss_of_layers_and_leaves_other_recipes_alone(tmp_path):

@@ -231,6 +231,19 @@ def test_a_saved_circuit_is_applied(tmp_path):
     assert list(cut.generate(CLEAN, 5).ids) == ids[len(CLEAN) :]
 
 
+@pytest.mark.parametrize(
+    ("metric", "kept"), [("logit", (True, True)), ("probability", (True, False)), ("kl", (False, False))]
+)
+def test_prompts_of_a_circuit_can_be_given_again(metric, kept):
+    """They have the answers that the metric reads, and no others."""
+    m, options = ch.Model(build()), {"metric": metric, "method": "exact", "edges": 20, "draws": 0}
+    found = circuit(m, CLEAN, CORRUPT, **options)
+    (pair,) = found.prompts
+    assert (pair.answer is not None, pair.wrong is not None) == kept
+    again = circuit(m, prompts=found.prompts, **options)
+    assert again.to_dict() == found.to_dict()
+
+
 def test_a_circuit_has_no_loose_ends():
     graph = EdgeGraph.of(build(n_layers=1))
     names = [reader.name for reader in graph.readers]
@@ -274,6 +287,8 @@ def test_the_command(tmp_path, capsys):
     assert json.loads((tmp_path / "c.json").read_text()) == body
     main([*args, "abcd", "abed", "--edges", "10", "--plot", str(tmp_path / "c.svg")])
     assert "of 110 edges, by eap-ig" in capsys.readouterr().out and (tmp_path / "c.svg").stat().st_size
+    main([*args, "abcd", "abed", "--edges", "10", "--metric", "kl"])
+    assert "by eap-ig: all answers" in capsys.readouterr().out
     main([*args, "abcd", "abed", "--path", "0.1 -> logits"])
     assert "of the way" in capsys.readouterr().out
     assert draw_circuit(Circuit.load(tmp_path / "c.json")).axes

@@ -53,12 +53,12 @@ circuit m abcd abed --method acdc --faithful 0.5        | leave faithful out
 circuit m abcd abed --faithful 0                        | faithful 0.0 must be above 0
 circuit m abcd abed --faithful nan                      | faithful nan must be
 circuit m abcd abed --faithful inf                      | 1 at most
-circuit m abcd abed --threshold 0.1                     | threshold is of acdc
+circuit m abcd abed --threshold 0.1                     | threshold belongs to method acdc, not eap-ig
 circuit m abcd abed --method acdc --threshold -1        | threshold -1.0 must be 0 or more
 circuit m abcd abed --method acdc --threshold nan       | threshold nan
 circuit m abcd abed --steps 0                           | steps 0 must be 1 or more
 circuit m abcd abed --steps 100000                      | 1,000 at most
-circuit m abcd abed --steps 5 --method eap              | steps are of eap-ig
+circuit m abcd abed --steps 5 --method eap              | steps belong to method eap-ig, not eap
 circuit m abcd abed --seed -1                           | seed -1 must be
 circuit m abcd abed --position 99                       | no position 99
 circuit m abcd abed --metric kl --method atp            | no slope

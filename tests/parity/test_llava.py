@@ -201,6 +201,9 @@ def test_looking_inside_reads_the_image(
     assert walked.difference < 1e-5 and any(step.name == "embedding.vectors" for step in walked.steps)
     parts = contributions(m, prompt)
     assert sum(term.value for term in parts.terms) == pytest.approx(parts.logit, abs=1e-4)
+    found = ch.graph(m, prompt, nodes=8)
+    assert found.logit == pytest.approx(sum(term.value for term in parts.terms), abs=1e-4)
+    assert abs(found.logit - ch.graph(m, other, written.ids[0], nodes=8).logit) > 0.01
     # Without a patch the logit is that of a pass in which its token is no image's.
     drops = occlusion(m, prompt)
     place = drops.units.index("1,0")

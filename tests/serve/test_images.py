@@ -13,6 +13,7 @@ from fastapi.testclient import TestClient
 from PIL import Image
 
 import clearhead as ch
+from clearhead.learn.tasks import images
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
@@ -130,6 +131,17 @@ def test_ids_alone_never_lead_to_an_image(client: TestClient, m: ch.Model) -> No
 def test_other_images_are_refused(client: TestClient, part: dict[str, Any], words: str) -> None:
     reply = asked(client, talk(part))
     assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+
+
+def test_images_of_one_request_are_bounded_together(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An image more is refused before it is decoded."""
+    monkeypatch.setattr(images, "MOST_PIXELS", 20 * 31 + 1)
+    part = {"type": "image_url", "image_url": {"url": uri(image(1))}}
+    assert asked(client, talk(part)).status_code == 200
+    reply = asked(client, talk(part, part))
+    assert reply.status_code == 400 and "at most 1 are read" in reply.json()["error"]["message"]
 
 
 def test_too_many_images_and_looks_inside_are_refused(client: TestClient) -> None:

@@ -54,6 +54,7 @@ from clearhead.run.api import Model
 
 Method = Literal["eap", "eap-ig", "atp", "exact", "acdc"]
 DEFAULT_STEPS, FAITHFUL = 5, 0.9
+UNREAD = {"kl": ("answer", "wrong"), "probability": ("wrong",)}  # what of a pair these metrics do not read
 SIZES = (1, 2, 3, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150, 200, 300, 500, 700)  # and so on, times ten
 OnEdges = Callable[[str, int, int], None]  # (stage, done, total)
 
@@ -208,8 +209,14 @@ def circuit(
         method == "acdc" and sizes_by,
         f"acdc keeps what is worth its threshold: leave {''.join(sizes_by)} out, or choose another method",
     )
-    refuse(threshold is not None and method != "acdc", f"threshold is of acdc, and the method is {method}")
-    refuse(steps is not None and method != "eap-ig", f"steps are of eap-ig, and the method is {method}")
+    refuse(
+        threshold is not None and method != "acdc",
+        f"threshold belongs to method acdc, not {method}: leave it out",
+    )
+    refuse(
+        steps is not None and method != "eap-ig",
+        f"steps belong to method eap-ig, not {method}: leave them out",
+    )
     steps = DEFAULT_STEPS if steps is None else steps
     refuse_outside("steps", steps, 1, 1000)
     refuse_outside("faithful", FAITHFUL if faithful is None else faithful, 0, 1, open=True)
@@ -260,10 +267,7 @@ def circuit(
     point = curve[int(mask.sum())]
     ordered = [divmod(place, valid.shape[1]) for place in order.tolist() if mask.flatten()[place]]
     return Circuit(
-        prompts=tuple(
-            pair._replace(answer=run.choices.name(run.good), wrong=run.choices.name(run.bad))
-            for pair, run in zip(pairs, runs)
-        ),
+        prompts=tuple(_answered(pair, run, metric) for pair, run in zip(pairs, runs)),
         method=method, metric=metric, ablation=ablation, position=position, steps=steps,
         full=full, empty=empty, n_edges=count,
         edges=tuple(
@@ -277,9 +281,15 @@ def circuit(
 
 def _refuse_unused(pairs: Sequence[PromptPair], metric: Metric) -> None:
     """Refuse answers that the metric does not read."""
-    unused = {"kl": ("answer", "wrong"), "probability": ("wrong",)}.get(metric, ())
-    name = next((name for pair in pairs for name in unused if getattr(pair, name) is not None), None)
+    unread = UNREAD.get(metric, ())
+    name = next((name for pair in pairs for name in unread if getattr(pair, name) is not None), None)
     refuse(name is not None, f"metric {metric} reads no {name}: leave it out, or choose metric logit")
+
+
+def _answered(pair: PromptPair, run: Run, metric: Metric) -> PromptPair:
+    """Return a pair with the answers that the metric reads, so that it can be given to `circuit` again."""
+    answers = {"answer": run.choices.name(run.good), "wrong": run.choices.name(run.bad)}
+    return pair._replace(**{name: x for name, x in answers.items() if name not in UNREAD.get(metric, ())})
 
 
 def _point(

@@ -152,3 +152,8 @@ def mtp_mistakes(config: Fields, stacks: tuple[StackSpec, ...]) -> Mistakes:
             f"n_mtp_layers {config.n_mtp_layers} is for family decoder, input tokens, head lm, and here are "
             f"{config.family}, {config.input} and {config.head}: leave it out"
         )
+    if config.n_types > 0:
+        yield (
+            f"n_mtp_layers {config.n_mtp_layers} with n_types {config.n_types}: MTP layers read no segments: "
+            "leave one of them out"
+        )

@@ -252,7 +252,7 @@ class Talk:
         shown: list[dict[str, Any]] = [{"type": "image", "image": path} for path in self.images]
         content = [*shown, {"type": "text", "text": text}] if shown else text
         self.turns.append({"role": "user", "content": content})
-        self.images = []
+        attached, self.images = self.images, []
         try:
             for _ in range(ROUNDS):
                 answer = self._answer()
@@ -266,6 +266,7 @@ class Talk:
         except ClearheadError:
             if self.turns[-1]["role"] == "user":  # nothing was answered
                 self.turns.pop()
+                self.images = attached
             raise
 
     def _answer(self) -> dict[str, Any]:
@@ -325,13 +326,13 @@ class Talk:
 
     def show_image(self, rest: str) -> None:
         """Let the next message have an image."""
+        from clearhead.hub.preprocessor import read_image
         from clearhead.learn.tasks.images import encoder_of
 
-        encoder_of(self.model)
-        refuse(
-            not Path(rest).is_file(),
-            f"--image {rest}: there is no such file" if rest else "/image needs a file",
-        )
+        encoder = encoder_of(self.model)
+        refuse(not rest, "/image needs a file")
+        refuse(not Path(rest).is_file(), f"{rest}: there is no such file")
+        read_image(Path(rest), encoder.config.tower.n_channels, rest)  # refuses what is no image
         self.images.append(rest)
 
     def instruct(self, rest: str) -> None:

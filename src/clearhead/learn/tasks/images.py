@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from clearhead.core.config import ModelConfig
@@ -21,7 +22,7 @@ from clearhead.run.bundle import Bundle
 from clearhead.run.generate.vectors import PromptVectors
 from clearhead.variants.contexts import evaluating
 
-MOST_PIXELS = 50_000_000  # of an image that comes as base64
+MOST_PIXELS = 50_000_000  # of all images of one request that come as base64
 DATA, URL, IMAGE = "data:image/", "image_url", "image"
 
 
@@ -127,8 +128,10 @@ def taken(m: Bundle, messages: Sequence[Message], files: bool = True) -> tuple[l
     nothing of this machine is read. Nothing is ever fetched.
     """
     images: list[Any] = []
+    left = MOST_PIXELS
 
     def part_of(part: Any, place: str) -> Any:
+        nonlocal left
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in (IMAGE, URL):
             return part
@@ -142,7 +145,12 @@ def taken(m: Bundle, messages: Sequence[Message], files: bool = True) -> tuple[l
         )
         refuse(part.get(kind) is None, f"{place} has a part of type {kind} without its {kind}")
         channels = encoder_of(m).config.tower.n_channels
-        images.append(part[kind] if kind == IMAGE else _of_url(part[kind], channels, place))
+        if kind == IMAGE:
+            images.append(part[kind])
+        else:
+            image = _of_url(part[kind], channels, place, left)
+            left -= image.shape[0] * image.shape[1]
+            images.append(image)
         return {"type": IMAGE}
 
     found: list[Message] = []
@@ -157,8 +165,8 @@ def taken(m: Bundle, messages: Sequence[Message], files: bool = True) -> tuple[l
     return found, images
 
 
-def _of_url(given: Any, channels: int, place: str) -> Any:
-    """Return the image of a data URI as an array."""
+def _of_url(given: Any, channels: int, place: str, most: int) -> np.ndarray[Any, Any]:
+    """Return the image of a data URI as an array of at most so many pixels."""
     detail = given.get("detail") if isinstance(given, Mapping) else None
     url: Any = given.get("url") if isinstance(given, Mapping) else given
     unknown = (
@@ -179,4 +187,4 @@ def _of_url(given: Any, channels: int, place: str) -> Any:
         raw = base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError):
         raise InputError(f"{place}.image_url is no base64 behind its comma") from None
-    return preprocessor.read_image(io.BytesIO(raw), channels, f"{place}.image_url", MOST_PIXELS)
+    return preprocessor.read_image(io.BytesIO(raw), channels, f"{place}.image_url", most)

@@ -75,12 +75,14 @@ def add_lora(
 
     PEFT's word "all-linear" stands for all of them, but for those with a few outputs that decide or weigh.
     Parameters whose names match a pattern in `also`, such as "head.*" for a new head, are trained as well.
-    Returns the names of the layers that were changed.
+    MTP layers are frozen without updates. Returns the names of the layers that were changed.
     """
     layers = {
         name: part
         for name, part in model.named_modules()
-        if isinstance(part, nn.Linear | QuantizedLinear) and ".blocks." in f".{name}"
+        if isinstance(part, nn.Linear | QuantizedLinear)
+        and ".blocks." in f".{name}"
+        and not name.startswith("mtp.")
     }
     last_names = sorted({name.rpartition(".")[2] for name in layers})
     for target in targets:
