@@ -56,6 +56,8 @@ CASES = {
     # Models and training
     "recipes": "recipes:run_recipes",
     "gpu_small": "recipes:run_gpu_small",
+    "arms": "arms:main",
+    "defaults": "defaults:main",
     "sft": "finetune:run_sft",
     "tools": "tools:run_tools",
     "tool_schemas": "tools:run_tool_schemas",

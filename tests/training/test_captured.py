@@ -97,6 +97,17 @@ def test_recorded_steps_train_as_plain_ones(family, tmp_path, recording, monkeyp
     assert max(meshes.differences(tmp_path / "recorded", tmp_path / "plain")) < ALLOWED
 
 
+def test_recorded_steps_have_the_terms_of_the_loss(tmp_path, recording, monkeypatch):
+    """Two passes with other dropout too: batches of one shape draw the same numbers."""
+    data = meshes.write_data("decoder", tmp_path / "data")
+    terms = {"train.z_loss": 0.01, "train.future_tokens": [0.5], "train.r_drop": 1.0, "model.dropout": 0.2}
+    perform("decoder", data, tmp_path / "recorded", **terms, **{"model.attention": "full"})
+    assert recording["passes"] >= 10
+    plainly(monkeypatch)
+    perform("decoder", data, tmp_path / "plain", **terms, **{"model.attention": "full"})
+    assert max(meshes.differences(tmp_path / "recorded", tmp_path / "plain")) < ALLOWED
+
+
 @pytest.mark.parametrize("family", ["decoder", "encoder-decoder"])
 def test_a_recorded_run_that_was_stopped_goes_on_as_if_it_had_not_been(family, tmp_path, recording):
     """With dropout, which follows from the number of the step, in a replay too."""
