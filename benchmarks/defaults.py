@@ -5,24 +5,31 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import random
+import re
+import subprocess
 import sysconfig
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import RESULTS, processor_name
+from benchmarks.common import RESULTS, case_command, processor_name
 
 import clearhead as ch
 from clearhead.learn.training.events import Event, Note, Started, Validated
 
 ROOT = Path(__file__).parent
+SETTINGS = {"flats-1500": ("data.task=regress",)}  # what a command needs to be told
+Arms = dict[str, dict[str, Any]]
 # Of each task the figure that is compared, and whether more of it is better
 FIGURES = {
-    "lm": ("bits_per_character", False),
+    "lm": ("bits_per_byte", False),
     "classify": ("accuracy", True),
     "regress": ("spearman", True),
     "tag": ("accuracy", True),
@@ -51,10 +58,15 @@ def opened(path: Path) -> str:
 
 def written(folder: Path, name: str, ending: str, parts: Iterable[str], *settings: str) -> Sample:
     """Write the two parts of a sample."""
-    paths = [folder / f"{name}{'-test' * number}.{ending}" for number in range(2)]
+    paths = places(folder, name, ending)
     for path, text in zip(paths, parts, strict=True):
         path.write_text(text, encoding="utf-8")
     return Sample(paths[0], paths[1], settings)
+
+
+def places(folder: Path, name: str, ending: str) -> list[Path]:
+    """Return where the two parts of a sample lie."""
+    return [folder / f"{name}{'-test' * number}.{ending}" for number in range(2)]
 
 
 def text(folder: Path, name: str, whole: str, size: int) -> Sample:
@@ -137,7 +149,7 @@ def made(data: Path, folder: Path) -> dict[str, Callable[[], Sample]]:
             folder, "phrases-20000", labelled(data / "sst2" / "glue_train.tsv.gz"), 20_000, "text\tlabel"
         ),
         "flats-1500": lambda: rows(
-            folder, "flats-1500", flats(2500), 1500, "text\tlabel", "data.task=regress"
+            folder, "flats-1500", flats(2500), 1500, "text\tlabel", *SETTINGS["flats-1500"]
         ),
         "tags-800": lambda: tags(folder, "tags-800", train, 800),
         "pairs-3000": lambda: rows(
@@ -148,6 +160,103 @@ def made(data: Path, folder: Path) -> dict[str, Callable[[], Sample]]:
             "source\ttarget",
         ),
     }
+
+
+def small(width: int, layers: int, dropout: float, length: int = 0) -> dict[str, Any]:
+    """Return the settings of a model of this size; with a length, those of a decoder."""
+    found: dict[str, Any] = {"model.d_model": width, "model.n_layers": layers, "model.n_heads": 4}
+    found |= {"model.dropout": dropout, "model.init": "xavier"}
+    if length:
+        found |= {"model.base": "llama-1b-like", "model.n_kv_heads": 4, "model.max_positions": length}
+        found |= {"model.d_ff": width * 8 // 3 // 16 * 16, "model.tie_embeddings": True}
+    return found
+
+
+def trained(steps: int, rate: float, batch: int, **more: Any) -> dict[str, Any]:
+    """Return the settings of a training run."""
+    found = {"train.steps": steps, "train.lr": rate, "data.batch_size": batch}
+    found["train.validate_every"] = max(steps // 15, 5)
+    return found | {key.replace("__", "."): value for key, value in more.items()}
+
+
+def text_arms(sizes: list[tuple[int, int, float]], length: int, *plans: tuple[int, float, int]) -> Arms:
+    """Return arms of decoders of several sizes, and the plain one (`gpt2`) at the first."""
+    arms: Arms = {}
+    for plan in plans:
+        for width, layers, dropout in sizes:
+            name = f"{layers} x {width}, dropout {dropout}, {plan[0]} steps of {plan[2]} at {plan[1]:g}"
+            arms[name] = {**small(width, layers, dropout, length), **trained(*plan)}
+    width, layers, dropout = sizes[0]
+    usual = {**small(width, layers, dropout), "model.max_positions": length, "model.init": "gpt2"}
+    return {"gpt2": {**usual, **trained(*plans[0])}, **arms}
+
+
+def label_arms(steps: int, batch: int, *more: dict[str, Any]) -> Arms:
+    """Return arms of encoders that take the mean of a text's vectors."""
+    arms: Arms = {}
+    for width, layers, dropout in ((128, 1, 0.5), (128, 2, 0.3), (64, 1, 0.3)):
+        for number, extra in enumerate(({}, {"tokens.vocab_size": 8192}, {"tokens.kind": "word"}, *more)):
+            name = f"{layers} x {width}, dropout {dropout}, {number}"
+            arms[name] = {
+                **small(width, layers, dropout),
+                "model.pooling": "mean",
+                **trained(steps, 2e-3 if width == 64 else 1e-3, batch),
+                **extra,
+            }
+    return arms
+
+
+AVERAGED = {"train.ema": 0.98, "train.label_smoothing": 0.1}
+ARMS: dict[str, Arms] = {
+    "text-1kB": text_arms(
+        [(64, 1, 0.2), (32, 1, 0.2), (128, 1, 0.4), (64, 2, 0.3)], 32, (200, 3e-3, 8), (200, 1e-3, 8)
+    ),
+    "text-20kB": text_arms([(64, 2, 0.1), (128, 2, 0.3), (128, 4, 0.3)], 64, (600, 3e-3, 16)),
+    "code-200kB": text_arms([(128, 3, 0.1), (128, 4, 0.2), (96, 3, 0.0)], 128, (800, 3e-3, 16)),
+    "books-3MB": {
+        **text_arms([(128, 4, 0.0)], 128, (900, 3e-3, 16)),
+        "bpe": {
+            **small(128, 4, 0.0, 128),
+            **trained(900, 3e-3, 16),
+            "tokens.kind": "bpe",
+            "tokens.vocab_size": 2048,
+        },
+    },
+    "reviews-100": label_arms(100, 16, {"tokens.vocab_size": 8192, **AVERAGED}),
+    "reviews-2000": label_arms(600, 32, {"tokens.vocab_size": 8192, **AVERAGED}),
+    "phrases-20000": label_arms(2000, 64, {"tokens.vocab_size": 8192, **AVERAGED}),
+    "flats-1500": {
+        **label_arms(800, 32),
+        **{
+            f"{kind}, {layers} x {width}": {
+                **small(width, layers, 0.0),
+                **trained(1000, 2e-3, 32),
+                "tokens.kind": kind,
+                "model.pooling": "mean",
+            }
+            for kind in ("char", "word")
+            for width, layers in ((64, 2), (128, 2))
+        },
+    },
+    "tags-800": {
+        f"{layers} x {width}, dropout {dropout}, {name}": {
+            **small(width, layers, dropout),
+            **trained(600, rate, 32),
+            **extra,
+        }
+        for width, layers, dropout, rate in ((128, 2, 0.3, 1e-3), (128, 1, 0.3, 2e-3), (192, 2, 0.4, 1e-3))
+        for name, extra in (("", {}), ("8192", {"tokens.vocab_size": 8192}))
+    },
+    "pairs-3000": {
+        f"{layers} x {width}, dropout {dropout}, {kind}": {
+            **small(width, layers, dropout),
+            **trained(1200, 2e-3, 32),
+            "tokens.kind": kind,
+        }
+        for width, layers, dropout in ((64, 2, 0.1), (128, 2, 0.1))
+        for kind in ("word", "char")
+    },
+}
 
 
 def tried(
@@ -168,7 +277,7 @@ def tried(
     start, clock = time.process_time(), time.perf_counter()
     done = ch.train(
         sample.train,
-        out=out / f"{name}-{arm}",
+        out=out / re.sub(r"[^\w.-]+", "_", f"{name}-{arm}"),
         settings=["train.samples=0", *sample.settings, *settings],
         overwrite=True,
         on_event=watch,
@@ -179,7 +288,10 @@ def tried(
     kept = done.folder / "best" if done.reason == "stopped" else done.folder
     model = ch.load(kept)
     task = str(plan.data.task)
-    judged = ch.evaluate(model, sample.test, plan.data, baseline=True)
+    try:
+        judged = ch.evaluate(model, sample.test, plan.data, baseline=True)
+    except ImportError:  # no scikit-learn: see --baselines
+        judged = ch.evaluate(model, sample.test, plan.data)
     figure, _ = FIGURES[task]
     simple = judged.baseline
     return {
@@ -204,6 +316,29 @@ def tried(
     }
 
 
+def sweep(options: argparse.Namespace) -> None:
+    """Run every arm in a process of its own, several at once, until the time is over."""
+    end = time.monotonic() + 60 * options.minutes
+    jobs = [(name, "before", {}) for name in options.files or ARMS]
+    jobs += [(name, arm, arms) for name in options.files or ARMS for arm, arms in ARMS[name].items()]
+    random.Random(0).shuffle(jobs)  # of every file some are done when the time is over
+
+    def one(job: tuple[str, str, dict[str, Any]]) -> None:
+        name, arm, settings = job
+        left = end - time.monotonic()
+        command = [*case_command("defaults", name, "--arm", arm), "--samples", str(options.samples)]
+        command += ["--out", str(options.out), "--seconds", str(options.seconds)]
+        for key, value in {**settings, "train.device": "cpu"}.items():
+            command += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+        if left > 20:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+            with suppress(subprocess.TimeoutExpired):
+                subprocess.run(command, env=environment, timeout=left, check=False)
+
+    with ThreadPoolExecutor(options.sweep) as pool:
+        list(pool.map(one, jobs))
+
+
 def main() -> None:
     """Train on ten files by the shortest command, and compare with a simple model on rows held out.
 
@@ -221,12 +356,24 @@ def main() -> None:
     parser.add_argument("--arm", default="default", help="a name for these settings")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--seconds", type=float, default=1e9, help="processor time after which to stop")
+    parser.add_argument(
+        "--samples", type=Path, default=Path("runs/defaults/files"), help="made where missing"
+    )
+    parser.add_argument("--sweep", type=int, default=0, help="try all arms of ARMS, so many at once")
+    parser.add_argument("--minutes", type=float, default=60, help="of the sweep")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    makers = made(options.data, options.out)
+    for folder in (options.out, options.samples):
+        folder.mkdir(parents=True, exist_ok=True)
+    makers = made(options.data, options.samples)
+    if options.sweep:
+        sweep(options)
+        return
     for name in options.files or makers:
-        row = tried(name, makers[name](), options.arm, options.set, options.out, options.seconds)
+        there = [places(options.samples, name, ending) for ending in ("txt", "tsv", "conll")]
+        known = [Sample(*pair, SETTINGS.get(name, ())) for pair in there if pair[1].exists()]
+        sample = known[0] if known else makers[name]()
+        row = tried(name, sample, options.arm, options.set, options.out, options.seconds)
         print(json.dumps({key: value for key, value in row.items() if "metrics" not in key}), flush=True)
         with (options.out / "rows.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
