@@ -23,21 +23,15 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.core.attention import KERNELS, Attention
-from clearhead.run.generate.decode import (
-    COMPILER_OPTIONS,
-    CompiledStep,
-    Running,
-    Steps,
-    decode,
-    prefill,
-    prefill_fixed,
-)
+from clearhead.run.generate.decode import decode
+from clearhead.run.generate.prefill import prefill, prefill_fixed
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Ends, Prompts
 from clearhead.run.kernels import kernels as kernels_module
 from clearhead.run.kernels import prepare
 from clearhead.run.kernels.fixed_cache import HeadConfig, MatmulConfig
 from clearhead.run.kernels.kernels import step_attend, step_linear
+from clearhead.run.kernels.steps import COMPILER_OPTIONS, CompiledStep, Steps
 
 # gpu_kernels ----------------------------------------------------------------------------------------------
 # Check the kernels of a decode step on a GPU against their formulas, and time each by how work is cut up.
@@ -349,11 +343,11 @@ def step_error(model: ch.Transformer, step: CompiledStep, prompts: list[list[int
 
     The distance is in standard deviations of the uncompiled logits.
     """
-    running, same = Running(len(prompts), step.ids.device), ch.Cache()
+    rows, same = torch.arange(len(prompts), device=step.ids.device), ch.Cache()
     first = prefill_fixed(model, Prompts(prompts), step.cache).argmax(-1)
     prefill(model, prompts, same)
     ours, plain = (
-        step(first, running).float(),
+        step(first, rows).float(),
         model(first[:, None], cache=same, logits="last").logits[:, -1].float(),
     )
     return {

@@ -20,12 +20,13 @@ from benchmarks.common import case_command, device_name, save
 from benchmarks.gpu_decode import HALF, SHAPES, seconds_of, time_of
 
 import clearhead as ch
-from clearhead.run.generate.decode import CompiledStep, prefill_fixed, slots_bucket
+from clearhead.run.generate.prefill import prefill_fixed
 from clearhead.run.generate.sequence import Prompts
 from clearhead.run.kernels import triton_codes, triton_rows, triton_step
 from clearhead.run.kernels.fixed_cache import MatmulConfig
 from clearhead.run.kernels.kernels import MOST_BYTES, MOST_ROWS
 from clearhead.run.kernels.prepare import prepared
+from clearhead.run.kernels.steps import CompiledStep, slots_bucket
 from clearhead.run.kernels.triton_rows import Cut
 from clearhead.run.kernels.triton_step import Tile
 from clearhead.run.quant.apply import quantize_model

@@ -14,12 +14,13 @@ import torch
 import clearhead as ch
 from clearhead.core.feedforward import ACTIVATIONS
 from clearhead.core.norms import rms_norm
-from clearhead.run.generate.decode import Steps, decode
+from clearhead.run.generate.decode import decode
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Prompts
 from clearhead.run.kernels.fixed_cache import MatmulConfig
 from clearhead.run.kernels.kernels import choose, step_linear
 from clearhead.run.kernels.prepare import StepBlock, few_rows, prepared
+from clearhead.run.kernels.steps import Steps
 from clearhead.run.quant.apply import dequantized, quantize_model
 from clearhead.run.quant.grid import Grid, laid, nearest_codes
 

@@ -7,11 +7,11 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor
 
 import clearhead as ch
 from clearhead.core.embedding import Embedding
-from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for, decode, greedy
+from clearhead.run.generate.decode import decode, greedy
+from clearhead.run.generate.prefill import PREFILL_CHUNK, cache_for
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import (
     LENGTH_ALONE,
@@ -61,9 +61,9 @@ def prompts_of(lengths=LENGTHS) -> list[list[int]]:
     return [torch.randint(V, (length,), generator=generator).tolist() for length in lengths]
 
 
-def decoded(model, prompts, count, ends=LENGTH_ALONE, cache=None, step=None, **options) -> list[Sequence]:
+def decoded(model, prompts, count, ends=LENGTH_ALONE, cache=None, **options) -> list[Sequence]:
     """`decode`, by what its request and prompts are made of."""
-    return decode(model, Request(max_new_tokens=count, **options), Prompts(prompts), ends, cache, step)
+    return decode(model, Request(max_new_tokens=count, **options), Prompts(prompts), ends, cache)
 
 
 def recomputed(
@@ -169,21 +169,6 @@ def test_a_long_prompt_is_read_in_pieces():
     prompts = prompts_of((PREFILL_CHUNK + 70, 3))
     for row in decoded(model, prompts, 4):
         assert row.ids == recomputed(model, row.prompt, 4, Request(), seed=0)
-
-
-def test_a_step_may_be_handed_in():
-    model = model_of("llama")
-    called = []
-
-    def step(chosen: Tensor, cache: ch.Cache) -> Tensor:
-        called.append(len(chosen))
-        return model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
-
-    prompts = prompts_of((2, 5))
-    assert [row.ids for row in decoded(model, prompts, 6, step=step)] == [
-        row.ids for row in decoded(model, prompts, 6)
-    ]
-    assert called == [2] * 5
 
 
 # Cancelling, stopping, overflowing --------------------------------------------------------------------------

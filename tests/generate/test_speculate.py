@@ -9,9 +9,10 @@ import scipy.stats
 import torch
 
 import clearhead as ch
+from clearhead.run.generate.decode import decode
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Prompts, adjust, distribution, draw
-from clearhead.run.generate.speculate import DraftModel, PromptLookup, Proposal, accept, speculate
+from clearhead.run.generate.speculate import Drafter, DraftModel, PromptLookup, Proposal, accept
 from tests.harness import build
 
 SHAPES = {
@@ -131,7 +132,7 @@ def fits(tokens: torch.Tensor, exact: torch.Tensor) -> bool:
     return scipy.stats.chisquare(counts[possible], expected[possible]).pvalue > 1e-6
 
 
-class Fixed:
+class Fixed(Drafter):
     """Guesses by a fixed distribution, whatever has been said."""
 
     def __init__(self, q: torch.Tensor) -> None:
@@ -180,7 +181,7 @@ def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
         drafters = [
             DraftModel(draft, 2, sampling, read) if kind == "draft" else Fixed(q) for _ in range(count)
         ]
-        rows = speculate(model, sampling, read, drafters=drafters)
+        rows = decode(model, sampling, read, drafters=drafters)
         return torch.tensor([6 * row.ids[0] + row.ids[1] for row in rows])
 
     assert fits(pairs(1_500), exact)

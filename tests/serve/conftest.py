@@ -6,7 +6,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.hub.tokens.chat import KNOWN
-from clearhead.run.generate.speculate import RowPrice
+from clearhead.run.serve.speculation import RowPrice
 from tests.serve import mixes
 
 

@@ -10,14 +10,13 @@ import torch
 import clearhead as ch
 from clearhead.errors import BusyError, InputError
 from clearhead.learn.tasks import reading, vectors
-from clearhead.run.generate.speculate import RowPrice
 from clearhead.run.kernels import library
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.kv_cache import BlockPool, PrefixKey, chain
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.model_runner import CudaGraphRunner
 from clearhead.run.serve.sequence import ServeOptions
-from clearhead.run.serve.speculation import FEW
+from clearhead.run.serve.speculation import FEW, RowPrice
 from clearhead.run.serve.status import Metrics
 from tests import harness
 from tests.serve import mixes

@@ -13,7 +13,7 @@ from clearhead.learn.batches.batch import IGNORE, Batch, padded_up, scored_up, s
 from clearhead.learn.losses import batch_loss
 from clearhead.learn.training import captured, prepare
 from clearhead.learn.training.events import Note
-from clearhead.run.kernels import cuda_graph
+from clearhead.run.kernels import steps
 from tests.harness import build
 from tests.parallel import meshes
 
@@ -158,7 +158,7 @@ def test_on_a_gpu_a_replay_is_the_step_itself(precision, tmp_path, monkeypatch):
     data = meshes.write_data("encoder-decoder", tmp_path / "data")
     settings = {"train.precision": precision, "model.dropout": 0.2, "train.steps": 50}
     perform("encoder-decoder", data, tmp_path / "recorded", **settings)
-    monkeypatch.setattr(cuda_graph.GraphRecorder, "record", lambda self, launch: launch)
+    monkeypatch.setattr(steps.GraphRecorder, "record", lambda self, launch: launch)
     perform("encoder-decoder", data, tmp_path / "launched", **settings)
     assert max(meshes.differences(tmp_path / "recorded", tmp_path / "launched")) < 1e-6
 

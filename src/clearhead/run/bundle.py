@@ -40,14 +40,15 @@ from clearhead.hub.weights import Outgoing, write_tensors
 from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
 from clearhead.run.generate import sequence
-from clearhead.run.generate.decode import Steps, steps_back
 from clearhead.run.generate.grammar import Grammars
+from clearhead.run.generate.prefill import steps_back
 from clearhead.run.generate.request import own_options
 from clearhead.run.generate.stream import agreed
 from clearhead.run.kernels.library import library
 from clearhead.run.kernels.lora import merged
 from clearhead.run.kernels.parts import JoinedLinear, PackedLinear, fingerprint, same
 from clearhead.run.kernels.prepare import prepared
+from clearhead.run.kernels.steps import Steps
 from clearhead.run.quant.layers import few_bits, quantized_parts
 from clearhead.variants.contexts import unwrapped
 

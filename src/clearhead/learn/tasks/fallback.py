@@ -22,9 +22,10 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.learn.tasks.results import WindowReading
 from clearhead.run.generate import sequence
-from clearhead.run.generate.decode import Steps, decode
+from clearhead.run.generate.decode import decode
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Ends, Prompts, Rule
+from clearhead.run.kernels.steps import Steps
 
 USUAL = {"compression_ratio_threshold": 1.35, "logprob_threshold": -1.0, "no_speech_threshold": 0.6}
 

@@ -202,11 +202,8 @@ def _continue(
     prefix = m.engine.take_prefix(runner) if request.reuse else None
     slots = prompts.longest + request.max_new_tokens
     cache = None if prefix is None else prefix.begin(prompts.keys(0), slots)
-    if drafters:
-        rows = speculate.speculate(runner, request, prompts, ends, cache, drafters=drafters)
-    else:
-        steps = m.engine.steps_for(runner, request.compile)
-        rows = decode(runner, request, prompts, ends, cache, steps=steps)
+    steps = None if drafters else m.engine.steps_for(runner, request.compile)
+    rows = decode(runner, request, prompts, ends, cache, steps, drafters)
     if prefix is not None:
         prefix.end(rows[0])
         m.engine.prefix = prefix

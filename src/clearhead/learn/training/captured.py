@@ -23,7 +23,7 @@ from clearhead.learn.parallel.pipeline import MicroBatches
 from clearhead.learn.training import optim
 from clearhead.learn.training.events import Note, OnEvent
 from clearhead.learn.training.loop import PlainStep, TrainingRun
-from clearhead.run.kernels.cuda_graph import GraphRecorder
+from clearhead.run.kernels.steps import GraphRecorder
 
 MOST = 256  # sizes of batches that are recorded; further ones run as they are
 Launch: TypeAlias = Callable[[], object]

@@ -8,9 +8,6 @@ In a batch each row leaves by itself, as it would alone. Layers are skipped once
 Shapes: B rows, D model, V vocabulary.
 """
 
-import itertools
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -34,12 +31,11 @@ def stop_at(model: Transformer, state: Tensor) -> Tensor:
 
 
 class ExitStep:
-    """One more token for each row, through as many layers as it needs; a `Step` of `decode`."""
+    """One more token for each row, through as many layers as it needs."""
 
     def __init__(self, model: Transformer, request: Request) -> None:
         check_exit(model, request)
         self.model, stack, self.n_layers = model, model.main, model.main.spec.n_layers
-        self.layers: Iterable[int] = itertools.repeat(self.n_layers)  # that each row's last token needed
         self.threshold, self.first = request.early_exit or 1.0, first_asked(model, request)
         blocks = nn.ModuleList(LeavingBlock(block, self) for block in stack.blocks)
         name = "encoder" if model.decoder is None else "decoder"
@@ -52,7 +48,6 @@ class ExitStep:
         self.used = torch.full_like(chosen, self.n_layers)  # B: layers of each token
         self.some_left = self.all_left = False
         logits: Tensor = self.leaving(chosen[:, None], cache=cache, logits="last").logits[:, -1]
-        self.layers = self.used.tolist()
         return logits
 
     def ask(self, x: Tensor) -> Tensor:

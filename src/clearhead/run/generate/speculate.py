@@ -6,7 +6,7 @@ the tokens themselves are the same. Those of a second model (`DraftModel`), or o
 multi-token prediction (`MTPDrafter`), are drawn from a distribution q; each is accepted with probability
 min(1, p/q), and the first that is not is replaced by a draw from max(p - q, 0): the distribution is the same.
 
-Rows run one after another, each with a cache of its own, which drops the keys of rejected draft tokens.
+`decode` and the server propose and verify by what is here; both drop the keys of rejected draft tokens.
 
 Shapes: B rows, S source length, V vocabulary, N draft tokens.
 """
@@ -15,7 +15,7 @@ import itertools
 import sys
 from collections import abc
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +26,9 @@ from clearhead.core.masks import tokens_from
 from clearhead.core.stack import Inputs
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.run.generate.decode import RESERVE, check_request, prefill, slides, steps_back, streams
+from clearhead.run.generate.prefill import prefill, steps_back
 from clearhead.run.generate.request import FILTERS, Request
 from clearhead.run.generate.sequence import (
-    LENGTH_ALONE,
-    Ends,
     Prompts,
     Sampler,
     Sequence,
@@ -39,14 +37,9 @@ from clearhead.run.generate.sequence import (
     draw,
 )
 from clearhead.run.generate.stream import agreed
-from clearhead.run.generate.vectors import Span, embedded
 from clearhead.variants.mtp import states_after
 
 MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little
-# Where a step verifies draft tokens only as far as that pays, as the server does:
-LEARNED = 0.25  # how far one more draft token moves the share of those accepted
-FORGOTTEN = 0.95  # how much of what steps cost is kept from one to the next
-ASSUMED = 0.25  # of a step of one row, the price of one more, until steps of several sizes were seen
 Roll = Callable[[], Tensor]  # the next uniform number of the row: [1]
 
 
@@ -57,14 +50,18 @@ class Proposal(NamedTuple):
     drawn_from: list[Tensor] | None = None  # of each, its distribution q [1, V]; None: they were not drawn
 
 
-class Drafter(Protocol):
+class Drafter:
     """Where the draft tokens of one row come from."""
 
     def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
         """Return up to `most` tokens that may follow `tokens`, which only grow from call to call."""
+        raise NotImplementedError
+
+    def observe(self, start: int, states: Tensor) -> None:
+        """See the states [1, N, D] that the model gave tokens from position `start` on."""
 
 
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafts the tokens that followed the same n-gram earlier in the row, or in the text `before`."""
 
     def __init__(self, count: int, before: abc.Sequence[int] = ()) -> None:
@@ -113,7 +110,7 @@ class Draws:
         return Proposal(self.drafted, self.drawn_from if self.sampling.temperature > 0 else None)
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Draft tokens of a second, smaller model."""
 
     def __init__(
@@ -146,7 +143,7 @@ class DraftModel:
         return tokens[self.cache.length :]
 
 
-class MTPDrafter:
+class MTPDrafter(Drafter):
     """Draft tokens of the model's own MTP layers, from the states that its last block gave the head.
 
     Layer k reads the state of token i from layer k - 1 and token i + k, and drafts token i + k + 1. Past the
@@ -246,66 +243,6 @@ def verify(
     return goes_on and len(row.ids) < sampler.request.max_new_tokens
 
 
-class DraftTokens:
-    """The draft tokens of one sequence, and how often they were right."""
-
-    def __init__(self, drafter: Drafter, share: float = 0.0) -> None:
-        """`share`: how many are assumed to be right until some were compared."""
-        self.drafter, self.share = drafter, share
-        self.start, self.found = 0, list[int]()  # the position of the first, and the tokens
-        self.read = 0  # how many of them the step verifies
-        self.without = 0  # steps since there were any, where they are not made in each
-
-    def compare(self, tokens: list[int]) -> None:
-        """Compare the last ones with what came."""
-        for draft, came in zip(self.found, tokens[self.start :]):
-            self.share += LEARNED * ((draft == came) - self.share)
-            if draft != came:
-                break
-        self.start, self.read, self.found = len(tokens), 0, []
-
-    def propose(self, tokens: list[int], most: int, roll: Roll) -> None:
-        """Propose up to `most` tokens that may follow `tokens`, which were compared before."""
-        self.found = self.drafter.propose(tokens, most, roll).tokens
-
-    @property
-    def proposal(self) -> Proposal:
-        """The draft tokens that this step verifies."""
-        return Proposal(self.found[: self.read])
-
-    def end(self, tokens: list[int]) -> tuple[int, int]:
-        """End a step; return how many were verified, and how many of them `tokens` has."""
-        read, self.read = self.read, 0
-        return read, agreed(self.found[:read], tokens[self.start :])
-
-
-class RowPrice:
-    """What a step costs by the number of its rows: a line through the latest steps."""
-
-    def __init__(self) -> None:
-        self.sums = [0.0] * 5  # of 1, rows, seconds, rows squared, rows times seconds
-
-    def keep(self, rows: int, seconds: float) -> None:
-        """Note what a step has cost."""
-        values = (1, rows, seconds, rows * rows, rows * seconds)
-        self.sums = [FORGOTTEN * old + new for old, new in zip(self.sums, values)]
-
-    def of_one_more(self, rows: int, tokens: float, drafting: float = 0.0) -> float:
-        """Return the price of a further row in new tokens, where `rows` rows are worth `tokens` of them.
-
-        `drafting`: seconds that its draft token takes besides.
-        """
-        count, all_rows, seconds, squared, mixed = self.sums
-        spread = count * squared - all_rows**2
-        each = seconds / all_rows if seconds > 0 else 1.0  # the most that a row can cost
-        if spread > 0.01 * count**2:
-            slope = min(max((count * mixed - all_rows * seconds) / spread, 0.0), each)
-        else:
-            slope = ASSUMED * each
-        whole = seconds / count + slope * (rows - all_rows / count) if seconds > 0 else 1.0
-        return (slope + drafting) * tokens / max(whole, slope)
-
-
 def check_draft(model: Transformer, draft: Transformer) -> None:
     """Refuse a draft model whose tokens are not the model's."""
     for name in ("family", "head", "vocab_size", "source_vocab_size"):
@@ -356,56 +293,3 @@ def drafters_for(
         ]
     check_draft(model, draft)
     return [DraftModel(draft, request.draft_tokens, request, prompts.rows([row])) for row in rows]
-
-
-@torch.inference_mode()
-def speculate(
-    model: Transformer,
-    request: Request,
-    prompts: Prompts,
-    ends: Ends = LENGTH_ALONE,
-    cache: Cache | None = None,
-    *,
-    drafters: abc.Sequence[Drafter],
-) -> list[Sequence]:
-    """Decode with one drafter for each row; the result is that of `decode`."""
-    check_request(model, request, prompts, ends)
-    models = [model, *(drafter.model for drafter in drafters if isinstance(drafter, DraftModel))]
-    check_steps_back(*models)
-    refuse(
-        model.config.rotates_by_length or slides(model, request, prompts) or streams(model, request, prompts),
-        "this text is read anew, or forgotten, as it grows past a length: leave lookup and draft out",
-    )
-    sampler = Sampler(model, request, ends)
-    rows = running = sampler.begin(prompts)
-    device, most = next(model.parameters()).device, request.max_new_tokens
-    sources = [prompts.rows([row.number]).sources for row in rows]
-    caches = [cache or Cache(min(len(row.prompt) + most, RESERVE)) for row in rows]
-
-    def observer(row: Sequence) -> Callable[[int, Tensor], None]:
-        drafter = drafters[row.number]
-        return drafter.observe if isinstance(drafter, MTPDrafter) else lambda start, states: None
-
-    for row, own, source in zip(rows, caches, sources):
-        unread = row.prompt[own.length : -1]  # the last token runs with the first draft tokens
-        if unread:
-            prefill(model, [unread], own, *source, vectors=[row.vectors], seen=observer(row))
-
-    def step(row: Sequence) -> bool:
-        """Add a token or more in one run of the model; return False when the row has ended."""
-        own = caches[row.number]
-        most_drafts = most - len(row.ids) - 1
-        proposal = drafters[row.number].propose(row.tokens, most_drafts, lambda: sampler.roll([row]))
-        unread = torch.tensor([row.tokens[own.length :] + proposal.tokens], device=device)
-        x = embedded(model, unread, [Span(row.vectors, own.length, len(row.prompt))])
-        more = {} if x is None else {"vectors": x}
-        start, out = own.length, model(unread, None, *sources[row.number], cache=own, **more)
-        observer(row)(start, out.hidden)
-        logits = out.logits[0]  # N+1 V
-        goes_on = verify(sampler, row, ((here, None) for here in logits.split(1)), proposal)
-        own.crop(min(own.length, len(row.tokens) - 1))
-        return goes_on
-
-    while running:
-        running = [row for row in running if step(row)]
-    return rows

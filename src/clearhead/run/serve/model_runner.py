@@ -45,13 +45,13 @@ from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer
 from clearhead.learn.parallel.shards import is_split
 from clearhead.run.generate.vectors import Span, embedded
-from clearhead.run.kernels.cuda_graph import captured
 from clearhead.run.kernels.fixed_cache import FixedKV
 from clearhead.run.kernels.kernels import available, paged_attend
 from clearhead.run.kernels.library import VIEW, library
 from clearhead.run.kernels.native import MOST_ROWS, NativeBlock, NativeLinear
 from clearhead.run.kernels.parts import Direct, PackedLinear, like
 from clearhead.run.kernels.prepare import StepBlock, prepared
+from clearhead.run.kernels.steps import captured, slots_bucket
 from clearhead.run.serve.adapters import AdaptedLayers
 from clearhead.run.serve.kv_cache import (
     Chunk,
@@ -195,8 +195,8 @@ class CudaGraphRunner:
         """Run one token of each chunk; return its hidden state [B, D], which the next call overwrites."""
         (group,) = {group_of(kind) for kind in self.model.main.spec.kinds}
         rows = [chunk.seq.tables[group].ids for chunk in chunks]
-        longest = max(FEWEST_BLOCKS, *(chunk.start // pool.size + 1 for chunk in chunks))
-        size = (1 << (len(chunks) - 1).bit_length(), 1 << (longest - 1).bit_length())
+        longest = max(chunk.start // pool.size + 1 for chunk in chunks)
+        size = slots_bucket(len(chunks), 1), slots_bucket(longest, FEWEST_BLOCKS)
         table = np.full((size[0], 2 + size[1]), pool.spare, np.int64)
         table[:, :2] = 0
         for line, chunk, token, ids in zip(table, chunks, tokens, rows):

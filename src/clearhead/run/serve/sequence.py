@@ -22,11 +22,14 @@ from clearhead.run.bundle import Bundle
 from clearhead.run.generate.decode import check_request
 from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
 from clearhead.run.generate.sequence import Sampler, Sequence, argmax, logprobs_of
-from clearhead.run.generate.speculate import DraftTokens
+from clearhead.run.generate.speculate import Drafter, Proposal, Roll
+from clearhead.run.generate.stream import agreed
 from clearhead.run.serve.adapters import Adapter
 from clearhead.run.serve.kv_cache import Chunk, Group, Pool, PrefixKey, States, Table, chain
 
 OnUpdate = Callable[["ServedSequence", str], None]  # called with each new text that is final, and at the end
+
+LEARNED = 0.25  # how far one more draft token moves the share of those accepted
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,39 @@ class Times:
         if self.last is not None:
             self.gaps.append(now - self.last)
         self.first, self.last = self.first or now, now
+
+
+class DraftTokens:
+    """The draft tokens of one sequence, and how often they were right."""
+
+    def __init__(self, drafter: Drafter, share: float = 0.0) -> None:
+        """`share`: how many are assumed to be right until some were compared."""
+        self.drafter, self.share = drafter, share
+        self.start, self.found = 0, list[int]()  # the position of the first, and the tokens
+        self.read = 0  # how many of them the step verifies
+        self.without = 0  # steps since there were any, where they are not made in each
+
+    def compare(self, tokens: list[int]) -> None:
+        """Compare the last ones with what came."""
+        for draft, came in zip(self.found, tokens[self.start :]):
+            self.share += LEARNED * ((draft == came) - self.share)
+            if draft != came:
+                break
+        self.start, self.read, self.found = len(tokens), 0, []
+
+    def propose(self, tokens: list[int], most: int, roll: Roll) -> None:
+        """Propose up to `most` tokens that may follow `tokens`, which were compared before."""
+        self.found = self.drafter.propose(tokens, most, roll).tokens
+
+    @property
+    def proposal(self) -> Proposal:
+        """The draft tokens that this step verifies."""
+        return Proposal(self.found[: self.read])
+
+    def end(self, tokens: list[int]) -> tuple[int, int]:
+        """End a step; return how many were verified, and how many of them `tokens` has."""
+        read, self.read = self.read, 0
+        return read, agreed(self.found[:read], tokens[self.start :])
 
 
 class ServedSequence(Sequence):

@@ -15,20 +15,17 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.learn.tasks.generation import check_draft
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.decode import steps_back
+from clearhead.run.generate.prefill import steps_back
 from clearhead.run.generate.speculate import (
-    FORGOTTEN,
     Drafter,
     DraftModel,
-    DraftTokens,
-    RowPrice,
     check_steps_back,
     drafters_for,
 )
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.serve.kv_cache import Chunk
 from clearhead.run.serve.limits import Limits
-from clearhead.run.serve.sequence import Plan, ServedSequence
+from clearhead.run.serve.sequence import DraftTokens, Plan, ServedSequence
 from clearhead.variants.cuda_attention import without_cudnn
 
 LOOKUP = 8  # draft tokens of a sequence at most
@@ -37,6 +34,35 @@ ROWS = 16  # of a step with draft tokens, at most
 LEAST_READ = 16
 HOPE = 0.8  # share of a draft model's tokens that is assumed to be right at first
 TRIED = 32  # steps without draft tokens of a model after which one is compared, to see whether they pay now
+FORGOTTEN = 0.95  # how much of what steps cost is kept from one to the next
+ASSUMED = 0.25  # of a step of one row, the price of one more, until steps of several sizes were seen
+
+
+class RowPrice:
+    """What a step costs by the number of its rows: a line through the latest steps."""
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 5  # of 1, rows, seconds, rows squared, rows times seconds
+
+    def keep(self, rows: int, seconds: float) -> None:
+        """Note what a step has cost."""
+        values = (1, rows, seconds, rows * rows, rows * seconds)
+        self.sums = [FORGOTTEN * old + new for old, new in zip(self.sums, values)]
+
+    def of_one_more(self, rows: int, tokens: float, drafting: float = 0.0) -> float:
+        """Return the price of a further row in new tokens, where `rows` rows are worth `tokens` of them.
+
+        `drafting`: seconds that its draft token takes besides.
+        """
+        count, all_rows, seconds, squared, mixed = self.sums
+        spread = count * squared - all_rows**2
+        each = seconds / all_rows if seconds > 0 else 1.0  # the most that a row can cost
+        if spread > 0.01 * count**2:
+            slope = min(max((count * mixed - all_rows * seconds) / spread, 0.0), each)
+        else:
+            slope = ASSUMED * each
+        whole = seconds / count + slope * (rows - all_rows / count) if seconds > 0 else 1.0
+        return (slope + drafting) * tokens / max(whole, slope)
 
 
 class Speculation:
