@@ -110,6 +110,14 @@ def test_two_stacks_and_streams_leave_early():
     assert min(m.generate(PROMPT, 20, early_exit=0.3, exit_from=1, **options).layers) < 4
 
 
+def test_where_longrope_reads_a_text_anew_all_layers_are_counted():
+    """The token after the trained length comes from a prefill, and no row leaves it early."""
+    factors = {"short_factor": (1.0, 2.0), "long_factor": (3.0, 9.0), "original_positions": 6}
+    m = ch.Model(deep(positions="rope", rope_scaling=ch.RopeScaling(kind="longrope", **factors)))
+    made = m.generate(PROMPT, 8, early_exit=0.01, exit_from=1)
+    assert made.layers == [4, 1, 1, 1, 4, 1, 1, 1]
+
+
 def test_the_first_half_of_the_layers_is_not_asked():
     m = ch.Model(deep())
     assert min(m.generate(PROMPT, 12, early_exit=0.01).layers) == 2

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import clearhead as ch
+from clearhead.learn.tasks.generation import asked_for, prompts_of
+from clearhead.run.generate.beam import beam_search
+from clearhead.run.generate.request import OPTIONS
 from clearhead.run.kernels.lora import add_lora, merge
 from clearhead.run.serve.adapters import Updates, updates_of
+from clearhead.run.serve.batch import run_batch
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import ServeOptions
@@ -244,3 +250,43 @@ def ways(served: dict[str, ch.Model]) -> dict[tuple[str, str], Callable[[int], S
         found[shape, "keys in 8 bits"] = partial(mixed, exact, cache="int8", every=True)
         found[shape, "adapters"] = partial(mixed, m, tuned=pairs, every=True)
     return found
+
+
+def asked_every_way(m: ch.Model, seed: int, folder: Path) -> int:
+    """Ask a few random requests as `generate`, of an engine, in a file and as a beam; count the beams."""
+    draw, beams = random.Random(seed), 0
+    asked = [(text, options(draw)) for text in prompts(draw, 5)]
+    engine = ServeEngine(m, limits(draw))
+    served = [engine.submit(text, wanted) for text, wanted in asked]
+    while engine.busy:
+        engine.step()
+    given, out = folder / f"{seed}.jsonl", folder / f"{seed}.out.jsonl"
+    rows = [{"prompt": text, "temperature": 0, **_as_body(wanted)} for text, wanted in asked]
+    given.write_text("\n".join(map(json.dumps, rows)))
+    assert len(list(run_batch(ServeEngine(m, limits(draw)), "m", given, out))) == len(rows)
+    lines = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, out.open())}
+    for number, ((text, wanted), seq) in enumerate(zip(asked, served), start=1):
+        alone, found = m.generate(text, num_beams=1, **wanted), seq.wait(0)
+        said = f"seed {seed}, request {number}: {wanted}"
+        assert (found.ids, found.text, found.stop_reason) == (alone.ids, alone.text, alone.stop_reason), said
+        (choice,) = lines[f"line-{number}"]["choices"]
+        assert choice["text"] == alone.text, said
+        assert choice["finish_reason"] == ("length" if alone.stop_reason == "length" else "stop"), said
+        if wanted.get("temperature") or wanted.keys() & {"stop", "logprobs"}:
+            continue
+        # A beam of one that takes its first end is greedy decoding.
+        request, texts, ends = asked_for(m, [text], {**wanted, "num_beams": 1})
+        request = replace(request, early_stopping=True)
+        ((best,),) = beam_search(m.model, request, prompts_of(m, texts), ends)
+        assert (best.ids, best.stop_reason) == (alone.ids, alone.stop_reason), said
+        beams += 1
+    return beams
+
+
+def _as_body(wanted: dict) -> dict:
+    """Options of `generate` as fields of a completion."""
+    names = {name: stated.http or name for name, stated in OPTIONS.items()}
+    body = {names[name]: value for name, value in wanted.items()}
+    if body.pop(names["alternatives"], None) is not None or "logprobs" in body:
+        body["logprobs"] = wanted.get("alternatives", 0)
+    return body
