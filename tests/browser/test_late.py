@@ -122,6 +122,34 @@ def test_an_older_answer_is_not_drawn_over_a_newer_one(watched, served):
     assert seen.page.evaluate("document.activeElement.dataset.id") == second
 
 
+def test_what_takes_long_gives_way_before_it_is_computed_anew(watched, served):
+    """A graph, effects and an answer without a part are gone as soon as another token is asked about."""
+    seen = watched().open(served("decoder").url)
+    seen.look("graph", "[data-edge]")
+    with holding(seen, r"/job/graph") as held:
+        seen.page.evaluate("clearhead.store.set('position', 2)")
+        held.wait()
+        assert seen.texts("#graph-picture, #graph-table, #graph-said") == ["", "", ""]
+        seen.page.evaluate("document.querySelector('#graph .cancel').click()")
+        held.release()
+        quiet(seen, "graph")
+    seen.page.locator("#graph-again, #graph-table [data-edge]").first.wait_for()
+    if seen.page.locator("#graph-again").count():  # it was not there yet when it was cancelled
+        seen.page.click("#graph-again")
+    seen.page.locator("#graph-table [data-edge]").first.wait_for()
+    assert seen.page.evaluate("clearhead.store.get('run').tokens.labels[2]") is not None
+    seen.look("ablate", "#ablate-scale canvas")
+    seen.page.evaluate("clearhead.store.set('off', '0.0')")
+    seen.page.locator("#ablate-kl").wait_for()
+    with holding(seen, r"/job/effects|/ablate$") as held:
+        seen.page.evaluate("clearhead.store.set('position', 3)")
+        held.wait(2)
+        assert seen.page.locator("#ablate-scale canvas, #ablate-kl").count() == 0
+        held.release()
+    seen.page.locator("#ablate-kl").wait_for()
+    seen.page.locator("#ablate-scale canvas").wait_for()
+
+
 @pytest.mark.slow
 def test_a_view_that_was_left_is_asked_for_again(watched, served):
     seen = watched().open(served("decoder").url)

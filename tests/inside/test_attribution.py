@@ -2,6 +2,7 @@
 computed from a cached pass equals a pass of its own.
 """
 
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import clearhead as ch
 from clearhead.errors import InputError
 from clearhead.inside.attention import attention
-from clearhead.inside.attribution import Edge, looks, occlusion, paths
+from clearhead.inside.attribution import Edge, looks, occlusion, paths, reads
 from clearhead.inside.geometry import similarity
 from clearhead.inside.inputs import cached_pass, choices_of, prepare
 from clearhead.inside.interventions import steering, steering_vector
@@ -330,3 +331,28 @@ def test_some_columns_are_those_of_all_and_a_peek_leaves_out_what_is_masked():
     peek = _peek(masked)
     figures = [seen.mean(), seen.std(correction=0), seen.min(), seen.max()]
     assert [peek.mean, peek.std, peek.min, peek.max] == pytest.approx(list(map(float, figures)), abs=1e-6)
+
+
+def test_what_a_feedforward_reads_adds_up():
+    """Shares are components along the normed stream, computed here from the activations of a plain pass."""
+    m, at = build(norm="rmsnorm", n_layers=3, attention_out_bias=False), 3
+    parts = {
+        "embedding": "embedding",
+        **{"0": "blocks.0.attention.out", "feedforward 0": "blocks.0.feedforward.out"},
+        "1": "blocks.1.attention.out",
+    }
+    with torch.no_grad(), ch.record(m, "blocks.1.resid_mid", "blocks.1.feedforward.in", *parts.values()) as x:
+        m(torch.tensor([IDS]))
+    read = x["blocks.1.feedforward.in"][0, at].double()
+    norm = read / x["blocks.1.resid_mid"][0, at].double()  # held: a factor for each number
+    found = reads(m, IDS, 1, at, count=10_000)
+    shares = defaultdict[str, float](float)
+    for edge in found.edges:
+        shares[edge.part.partition(".")[0]] += edge.value
+    for name, tap in parts.items():
+        expected = float((x[tap][0, at].double() * norm) @ read / (read @ read))
+        assert shares[name] == pytest.approx(expected, abs=1e-5), name
+    assert found.rest == pytest.approx(0, abs=1e-5)
+    for layer, reader, message in ((9, at, "layer 9"), (1, 99, "reader 99")):
+        with pytest.raises(InputError, match=message):
+            reads(m, IDS, layer, reader)

@@ -130,7 +130,7 @@ GROUPS: dict[str, dict[str, Command]] = {
             "logit lens: the prediction after each layer",
             "commands.prompts:lens",
             loads=TOKENIZER,
-            page=_of_run("lens", "said", "followed", "next", "contributions", "paths"),
+            page=_of_run("lens", "said", "followed", "next", "contributions", "paths", "reads"),
         ),
         "memories": Command(
             "show what activates each neuron, and what it promotes",

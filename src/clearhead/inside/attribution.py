@@ -5,6 +5,7 @@
     found.sources, found.rest             # [T] by source token; what came by no head
     found.strongest(5)                    # edges, the largest first
     looks(m, "The cat sat on the", "3.1", reader=4, source=1).terms   # what made it look there
+    reads(m, "The cat sat on the", layer=2, reader=4).edges           # what a feed-forward read
     found = occlusion(m, "a dull film", token="bad")
     found.units, found.dropped            # "a", "dull", "film"; what the logit loses without each
     found.gradient                        # a first-order estimate of the same, from one backward pass
@@ -315,6 +316,59 @@ def _odds_by_slope(
             values = (results.on_cpu(seen[name][0]) * slope[name]).sum(-1).tolist()
             edges += [Edge(part, place, place, value) for place, value in enumerate(values)]
     return _largest((edge for edge in edges if edge.value), count)
+
+
+@dataclass(frozen=True)
+class ReadParts(results.Result):
+    """What a feed-forward reads at one token, as a sum over the parts that made it."""
+
+    layer: int
+    reader: int
+    # Each with its share of the vector, the largest first; a part that points against it has a negative one.
+    edges: tuple[Edge, ...]
+    rest: float  # the share of all others, and of biases: with `edges` it adds up to 1
+
+
+def reads(
+    m: inputs.AnyModel,
+    given: inputs.Given | inputs.Prepared,
+    layer: int,
+    reader: int,
+    target: inputs.Target = None,
+    pair: str | None = None,
+    count: int = 20,
+) -> ReadParts:
+    """Return which earlier parts made the vector that a feed-forward reads at one token.
+
+    A part's share is its component along the vector, with the norm held: all shares add up to 1. Heads are
+    listed by source token. The arguments are `prepare`'s, and a layer of the stack that feeds the head.
+    """
+    prepared = inputs.prepare(m, given, target, pair)
+    _check_place(reader, len(prepared.tokens), "reader")
+    cut, name = held.kept_cut(prepared), f"blocks.{layer}.feedforward"
+    refuse(f"{name}.in" not in cut.seen, f"layer {layer} of this model has no feed-forward that can be read")
+    x = cut[f"{name}.in"]
+    back = torch.zeros_like(x)
+    back[0, reader] = x[0, reader].detach() / x[0, reader].detach().square().sum().clamp(min=1e-30)
+    edges: list[Edge] = []
+    for tap, slopes in cut.slopes([x], [back], cut.before(f"{name}.out")).items():
+        slope = slopes.reshape(-1, slopes.shape[-1])[reader]  # D
+        if not slope.any():
+            continue
+        if not tap.endswith(held.HEADS):
+            short = tap.replace("blocks.", "").replace(".feedforward.out", "")
+            part = tap if tap.endswith("embedding") else f"feedforward {short}"
+            edges.append(Edge(part, reader, reader, float(slope @ cut.leaves[tap][0, reader].detach())))
+            continue
+        known = names.patterned(prepared.m.config)
+        attention = next((each for each in known if f"{each.part}.out" == tap), None)
+        if attention is not None:
+            slope_z = (cut.weight_out(tap) @ slope)[:, None]  # H 1 E
+            table = _carried(cut.seen, attention, slope_z, torch.tensor([reader]), lambda x: x.detach())
+            edges += [Edge(f"{attention}.{head}", reader, source, value)
+                      for head, _, source, value in _cells(table, count)]  # fmt: skip
+    kept = _largest(edges, count)
+    return ReadParts(layer, reader, tuple(kept), 1 - math.fsum(edge.value for edge in kept))
 
 
 def _check_place(place: int, count: int, what: str) -> None:

@@ -26,7 +26,7 @@ from clearhead.run.api import Model
 
 WRITES = (
     "When Mary and John went to the store, John gave a drink to",
-    "The keys to the old wooden cabinet",
+    'There was a cat named Tom. Tom liked to run. "Hello,',
     "one two three four one two three",
     "Paris is the capital of France, and Rome is the capital of",
     "It was not good. It was not bad. It was",
@@ -69,9 +69,10 @@ RANKED = 8  # inputs of which the best is looked for
 def best_example(m: Model) -> dict[str, Any] | None:
     """Return the input, as the page sends it, whose answer single heads move most; None: the model has none.
 
-    The measure is the largest gradient × activation of a head, one backward pass for each input.
+    An answer with a letter or digit goes before marks and spaces. The measure is the largest gradient ×
+    activation of a head, one backward pass for each input.
     """
-    best, most = None, -1.0
+    best, most = None, (False, -1.0)
     for sent, given, pair in inputs_for(m)[:RANKED]:
         if TASKS.get(m.config.head or "") is None:
             return sent
@@ -81,9 +82,11 @@ def best_example(m: Model) -> dict[str, Any] | None:
             columns = choices_of(prepared).columns
             column = ids.index(mask) if m.config.head == "mlm" and mask in ids else len(columns) - 1
             scores = choices_of(prepared).column_scores(prepared.record(logits="none")[0].hidden, column)
-            worth = estimated_effects(prepared, column, int(scores[0].argmax()))
+            answer = int(scores[0].argmax())
+            worth = estimated_effects(prepared, column, answer)
             value = max((x for name, x in worth.items() if ":" not in name), default=0.0)
-            best, most = (sent, value) if value > most else (best, most)
+            rank = any(map(str.isalnum, choices_of(prepared).name(answer))), value
+            best, most = (sent, rank) if rank > most else (best, most)
     return best
 
 

@@ -347,6 +347,8 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
         kinds = ["contributions", "occlusion", *(["neurons"] if share == 1 else [])]
         paths += [f"{kind}?{query}" for kind in kinds for query in queries]
         paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
+        places = [opened.position] if share == 1 else []
+        paths += [f"reads/{layer}/{place}" for place in places for layer in range(run.m.config.main.n_layers)]
         read = len((about["source"] or about["tokens"])["labels"])
         rows = len(single_parts(run.m.config)) * max(read, len(about["tokens"]["labels"]))
         asked = opened.query.partition("&against=")[0]

@@ -24,7 +24,7 @@ from torch import Tensor
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.tokens.text import decoded, stages
 from clearhead.inside.attention import LayerMap, attention, mean_entropy
-from clearhead.inside.attribution import looks, paths
+from clearhead.inside.attribution import looks, paths, reads
 from clearhead.inside.held import refuse_bent
 from clearhead.inside.inputs import (
     CachedPass,
@@ -51,6 +51,7 @@ THUMBNAIL = 32  # cells a side
 CORNER = 64  # values a side that are shown of a step's result
 LISTED = 200  # choices that are sent with their names
 EDGES = 300  # of a path, the largest ones
+READ_PARTS = 7  # that are listed of what a feed-forward reads
 HIDDEN = -1e30  # scores below this are masked
 MIX = "Each value counts as much as its share; what is shown is the length of what each token gives."
 GRAPH_PARAMETERS = 500_000_000  # of a model whose graph the page computes: it takes a copy in float64
@@ -412,6 +413,10 @@ class PageRun:
     def looks(self, head: str, reader: int, source: int) -> dict[str, Any]:
         """Return what made a head look from one token at another."""
         return looks(self.m, self.prepared, head, reader, source).to_dict()
+
+    def reads(self, layer: int, reader: int) -> dict[str, Any]:
+        """Return which earlier parts made what a feed-forward reads at one token, each with its share."""
+        return reads(self.m, self.prepared, layer, reader, count=READ_PARTS).to_dict()
 
     def stops(self, head: str, reader: int) -> dict[str, Any]:
         """Return one head at one reader, stop by stop."""

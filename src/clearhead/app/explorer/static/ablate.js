@@ -36,7 +36,9 @@ export const ablateSection = {
     const legend = el("div", { id: "ablate-scale" });
     replace(root, el("div", { class: "row toolbar" }, howBox, reset), problem, el("div", { class: "panes" }, el("div", { class: "pane-grid" }, grid, legend, where, progress.root), answer));
     let buttons = new Map();
-    let effects = null; // of the run and position that the grid shows
+    let effects = null; // of what the grid shows
+    let shownFor = null; // the run and position that they are of
+    let answered = null; // what the answer is of
     let waiting = 0;
 
     function showGrid() {
@@ -119,6 +121,7 @@ export const ablateSection = {
     const askEffects = asks(legend, at, (error) => { progress.end(); problem.textContent = error.message; });
     const loadEffects = () => askEffects(async (wait) => {
       const [run, position] = at();
+      forgetOlder();
       if (!run || !root.offsetParent || position === null) return;
       progress.begin();
       const tell = (done, total, part) => { progress.tell(done, total); if (part && wait.still()) { effects = part; paint(); } };
@@ -129,6 +132,15 @@ export const ablateSection = {
       where.textContent = `Read at “${run.columns[position]}”.${app.source.live ? "" : " In this file: one part at a time, set to zero."}`;
       paint();
     });
+
+    /** Effects and answers of another text or token give way before those of this one are there. */
+    function forgetOlder() {
+      const wanted = `${at()[0]?.run} ${at()[1]}`;
+      if (shownFor === wanted) return;
+      [shownFor, effects] = [wanted, null];
+      where.textContent = "";
+      paint();
+    }
 
     /** What is off, computed, or taken from what is recorded. */
     async function switched(run, position) {
@@ -146,6 +158,9 @@ export const ablateSection = {
       const run = app.store.get("run");
       problem.textContent = "";
       if (!run || !off.size) return replace(answer, largest());
+      const wanted = `${run.run} ${app.store.get("position")}`;
+      if (answered !== wanted) replace(answer);
+      answered = wanted;
       const made = await wait(switched(run, columnOf(run, app.store.get("position"))));
       const words = made.how === "second" ? `From the second text: ${made.ablated.join(", ")}` : `Off: ${made.ablated.join(", ")}`;
       return replace(
@@ -157,12 +172,10 @@ export const ablateSection = {
 
     app.store.on("model", () => {
       off.clear();
-      effects = null;
+      [effects, shownFor] = [null, null];
       showGrid();
     });
     app.store.on("run", (run) => {
-      effects = null;
-      paint();
       showHows();
       if (run && run.task !== "embed") follow(app.store.get("off"));
       loadEffects();
@@ -170,7 +183,7 @@ export const ablateSection = {
     app.store.listen("off", follow);
     app.store.listen("other", showHows);
     app.store.listen("how", () => { showHows(); later(); });
-    app.store.listen("position", () => { later(); loadEffects(); });
+    app.store.listen("position", () => { forgetOlder(); later(); loadEffects(); });
     app.store.listen("view", () => loadEffects());
     app.store.listen("theme", paint);
   },

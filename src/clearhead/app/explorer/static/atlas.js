@@ -154,6 +154,6 @@ export function beforeAfter(rows, id) {
 /** A value as a cell shows it: few characters, and none where it is small beside the largest. */
 export function cellText(value, most) {
   if (value === undefined || Math.abs(value) < 0.05 * most) return "";
-  const text = figure(value, 2).replace("0.", ".").replace("-", "−");
-  return text.length > 5 ? "" : text;
+  const text = (Math.abs(value) < 1 ? value.toFixed(2) : figure(value, 2)).replace("0.", ".").replace("-", "−");
+  return text.length > 4 ? "" : text;
 }

@@ -14,6 +14,7 @@ const BENCH_AT_ONCE = 60_000; // tokens of all patched rows that are run without
 const BENCH_TITLES = { heads: "Head by head, at all tokens", "cross heads": "Heads of cross-attention", residual: "Stream before each layer", attention: "Attention, token by token", cross: "Cross-attention, token by token", feedforward: "Feed-forward, token by token" };
 const BENCH_TRIED = 12; // tokens that are tried in the place of another
 const BENCH_FIRST = 1e9; // parameters times tokens of a comparison that is made without being asked for
+const BENCH_TABLE = 400; // pixels of the table of choices
 const BENCH_ROWS = 8;
 const BENCH_SCORES = 4e6; // of all layers and some columns, that are asked for in one piece: they come within 100 ms
 
@@ -98,11 +99,17 @@ export const compareSection = {
     /** A second text to begin with: the token that the answer came from is another one everywhere, which the model finds likely too, so that both have as many tokens. */
     async function suggested(run) {
       const [paths, next] = await Promise.all([`paths?${askedOf(app, run)}`, `next?position=${columnOf(run, app.store.get("position"))}`].map((path) => app.source.get(`run/${run.run}/${path}`).catch(() => null)));
-      const edge = paths && leadingEdge(paths.edges);
       const read = run.source || run.tokens;
-      const place = edge && (!run.source || /^(cross|encoder)/.test(edge.part)) ? edge.source : read.labels.length - 1;
-      const same = read.ids.flatMap((id, at) => (id === read.ids[place] && read.spans[at]?.[1] > read.spans[at]?.[0] ? [at] : []));
-      for (const label of (next?.labels || []).filter((one) => one !== read.labels[place] && /^[·▁ ]\p{L}+$/u.test(one)).slice(0, BENCH_TRIED)) {
+      const there = (at) => read.spans[at]?.[1] > read.spans[at]?.[0] && /\p{L}/u.test(read.labels[at]);
+      const carried = (paths?.edges || []).filter((edge) => !run.source || /^(cross|encoder)/.test(edge.part)).map((edge) => edge.source);
+      const begins = (at) => /^[·▁ ]/.test(read.labels[at] ?? " ");
+      const first = [leadingEdge(paths?.edges || [])?.source, ...carried].filter(there);
+      const place = [...first.slice(0, 1).filter(begins), ...first.filter((at) => begins(at) && !/^\p{L}/u.test(read.labels[at + 1] ?? "")), ...first.filter(begins), ...first, read.labels.length - 1][0]; // a whole word where there is one
+      const same = read.ids.flatMap((id, at) => (id === read.ids[place] && there(at) ? [at] : []));
+      const capital = (label) => /^[·▁ ]\p{Lu}/u.test(label);
+      const unlike = (label) => (capital(label) === capital(read.labels[place]) ? 0 : 100) + Math.abs(label.length - read.labels[place].length); // another name in the place of a name
+      const others = (next?.labels || []).filter((one) => one !== read.labels[place] && /^[·▁ ]\p{L}+$/u.test(one)).sort((a, b) => unlike(a) - unlike(b));
+      for (const label of others.slice(0, BENCH_TRIED)) {
         const letters = Array.from(read.text);
         for (const at of [...same].reverse()) letters.splice(read.spans[at][0], read.spans[at][1] - read.spans[at][0], ...(/^\s/.test(letters[read.spans[at][0]]) ? " " : ""), ...label.slice(1));
         const { tokens } = await app.source.post("tokens", { text: letters.join("") });
@@ -185,7 +192,9 @@ export const compareSection = {
     /** A map of both signs with a title, its scale and what a click does. */
     function signedMap({ id, title, words, values, rows, columns, unit, describe, onPin, most = values.reduce((best, value) => Math.max(best, Math.abs(value || 0)), 1e-9) }) {
       let at = [0, 0];
-      const room = Math.max(180, Math.min(640, (root.clientWidth || 700) / (root.clientWidth > 780 ? 2 : 1) - 190));
+      const wide = root.clientWidth || 700;
+      const beside = wide <= 780 ? 0 : id ? BENCH_TABLE : wide / 2; // what stands next to it
+      const room = Math.max(180, Math.min(640, wide - beside - 190));
       const map = heatmap({ values, painted: values.map((value) => value || 0), rows, columns, room, low: -most, high: most, signed: true, upward: true, name: `${title}. Arrow keys move from cell to cell, Enter chooses one.`, onCell: (row, column) => { if (row >= 0) at = [row, column]; }, onPin: () => onPin && onPin(...at), describe });
       map.canvas.dataset.values = JSON.stringify(Array.from(values));
       return el("figure", { id, class: "signed-map" }, el("figcaption", {}, el("h4", {}, title), words ? el("p", { class: "soft" }, words) : null), map.root, most > 1e-9 ? scaleBar(unit, Number((-most).toPrecision(3)), Number(most.toPrecision(3)), true) : el("p", { class: "soft" }, "No difference anywhere."));
@@ -231,7 +240,7 @@ export const compareSection = {
       const at = (row, head) => `${rows[row]}.${head}`;
       const value = (name) => (ours.has(name) && theirs.has(name) ? ours.get(name).value - theirs.get(name).value : NaN);
       const values = Float32Array.from(rows.flatMap((_, row) => Array.from({ length: most }, (_, head) => value(at(row, head)))));
-      return signedMap({ id: "bench-heads", title: `Heads: direct contribution to “${label}”, A − B`, words: "Choose one to open it in the atlas.", values, rows: rows.map((row) => (/\D/.test(row) ? row.replace(".", " ") : `layer ${row}`)), columns: Array.from({ length: most }, (_, head) => String(head)), unit: "logits", onPin: (row, head) => { app.store.set("head", at(row, head)); app.open("attention"); }, describe: (row, head, value) => (Number.isNaN(value) ? "no such head" : `head ${at(row, head)}: ${signed(value)} logits`) });
+      return signedMap({ id: "bench-heads", title: `Heads: direct contribution to “${label}”, A − B`, words: "Choose one to show its attention.", values, rows: rows.map((row) => (/\D/.test(row) ? row.replace(".", " ") : `layer ${row}`)), columns: Array.from({ length: most }, (_, head) => String(head)), unit: "logits", onPin: (row, head) => { app.store.set("head", at(row, head)); app.open("attention"); }, describe: (row, head, value) => (Number.isNaN(value) ? "no such head" : `head ${at(row, head)}: ${signed(value)} logits`) });
     }
 
     const patchPath = (run, kind) => `patch/${other.run}/${kind}?position=${columnOf(run, app.store.get("position"))}${app.store.get("target") === null ? "" : `&token=${app.store.get("target")}`}${app.store.get("foil") === null ? "" : `&against=${app.store.get("foil")}`}`;
@@ -256,11 +265,14 @@ export const compareSection = {
       const length = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       const rows = kind === "heads" ? model.attentions.reduce((sum, entry) => sum + entry.heads, 0) : (model.layers + (model.encoder_layers || 0) + 1) * length;
       replace(patchSaid);
+      if (node.dataset.of !== path) replace(node); // what is there is of another answer
+      node.dataset.of = path;
       if (!app.source.has(`run/${run.run}/${path}`)) return replace(node, el("p", { class: "soft" }, "These patches were not recorded in this file."));
       if (!now && app.source.live && rows * length > BENCH_AT_ONCE) return replace(node, el("p", {}, `${rows.toLocaleString("en")} runs of ${length} tokens. `, el("button", { type: "button", class: "patch-run", onclick: () => patched(node, true) }, "Patch them all")));
       const body = await wait(app.source.job(run.run, path, progress.tell, () => wait.still() && root.offsetParent !== null));
       progress.end();
-      return body && showPatches(node, body);
+      if (body) return showPatches(node, body);
+      return replace(node, el("p", {}, "These patches were not computed. ", el("button", { type: "button", class: "patch-run", onclick: () => patched(node, true) }, "Patch them all")));
     });
 
     function showPatches(node, body) {

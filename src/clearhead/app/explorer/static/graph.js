@@ -11,6 +11,7 @@ const GRAPH_SHOWN = 24; // edges at first
 const GRAPH_NODE = [104, 34]; // pixels of a node, and of one on a phone
 const GRAPH_NODE_SMALL = [76, 34];
 const GRAPH_NARROW = 500;
+const GRAPH_SHARE = 0.5; // of a wide screen that the picture takes where it fits: the table stands next to it
 const GRAPH_ROW = 34; // pixels between rows
 const GRAPH_ROW_LEAST = 14;
 const GRAPH_GAP = 6; // and between columns, at least
@@ -38,8 +39,8 @@ function graphWords(node) {
 }
 
 /** Where each node stands: columns of tokens, rows of parts from bottom to top; what shares a cell stands side by side, two in a line. */
-function graphPlaces(nodes, room, tall) {
-  const [full, high] = room < GRAPH_NARROW ? GRAPH_NODE_SMALL : GRAPH_NODE;
+function graphPlaces(nodes, room, tall, narrow) {
+  const [full, high] = narrow ? GRAPH_NODE_SMALL : GRAPH_NODE;
   const wide = (node) => (node.kind === "embedding" ? Math.min(full, Math.max(28, 8 * node.label.length + 14)) : full);
   const side = (node) => (node.stack ? 0 : 1);
   const columnOf = (node) => `${side(node)} ${String(node.position).padStart(6, "0")}`;
@@ -70,13 +71,12 @@ function graphPlaces(nodes, room, tall) {
     });
   }));
   const bare = columns.map((column, at) => ({ node: nodes.find((node) => columnOf(node) === column), x: lefts[at] + widths[at] / 2, y: height - 4 - high / 2 })).filter((_, at) => !grid[at][0].length);
-  return { places, bare, width: need + gap * columns.length + 8, height, high };
+  return { places, bare, width: Math.ceil(need + gap * columns.length + 8), height, high };
 }
 
 /** The picture: blue adds, red takes; dashed by way of keys and queries. */
-function graphPicture({ nodes, edges, roles, room, tall, chosen, choose }) {
-  const narrow = room < GRAPH_NARROW;
-  const { places, bare, width, height, high } = graphPlaces(nodes, room, tall);
+function graphPicture({ nodes, edges, roles, room, tall, narrow, chosen, choose }) {
+  const { places, bare, width, height, high } = graphPlaces(nodes, room, tall, narrow);
   const most = Math.max(...edges.map((edge) => edge.influence), 1e-9);
   const thick = (edge) => 1 + 7 * Math.sqrt(edge.influence / most);
   const short = (text, letters) => (text.length > letters ? `${text.slice(0, letters - 1)}…` : text);
@@ -123,6 +123,7 @@ export const graphSection = {
     const picture = el("div", { class: "wide", id: "graph-picture", tabindex: "0", role: "group", "aria-label": "The graph" });
     const about = el("div", { id: "graph-node", "aria-live": "polite" });
     const table = el("div", { class: "wide", id: "graph-table", tabindex: "0", role: "group", "aria-label": "Edges" });
+    const panes = el("div", { class: "graph-panes" }, picture, el("div", { class: "graph-side" }, about, table));
     const count = el("output", { class: "mono", for: "graph-count" });
     const slider = el("input", { type: "range", id: "graph-count", min: 3, max: GRAPH_SHOWN, step: 1, value: GRAPH_SHOWN, oninput: () => draw() });
     const flag = (id, words) => el("button", { type: "button", id, "aria-pressed": "false", onclick: (event) => { event.currentTarget.setAttribute("aria-pressed", String(event.currentTarget.getAttribute("aria-pressed") !== "true")); load(); } }, words);
@@ -132,7 +133,7 @@ export const graphSection = {
     const progress = jobProgress("Computing the graph");
     const legend = el("ul", { class: "legend", id: "graph-legend" });
     const mark = (kind, value) => svg("svg", { class: "path-mark", width: 30, height: 12, "aria-hidden": "true" }, svg("line", { x1: 2, x2: 28, y1: 6, y2: 6, class: `graph-edge${kind === "value" ? "" : " graph-look"}`, "stroke-width": 4, stroke: css(signedColour(value)) }));
-    replace(root, problem, said, el("div", { class: "row toolbar graph-tools" }, el("div", { class: "slider" }, el("label", { for: "graph-count" }, "Lines "), slider, count), looks, inner, all), progress.root, legend, picture, about, table);
+    replace(root, problem, said, el("div", { class: "row toolbar graph-tools" }, el("div", { class: "slider" }, el("label", { for: "graph-count" }, "Lines "), slider, count), looks, inner, all), progress.root, legend, panes);
     let body = null;
     let shownFor = null;
     let chosen = null;
@@ -143,6 +144,7 @@ export const graphSection = {
     const pathOf = (run) => `graph?${askedOf(app, run)}${pressed(inner) ? "&neurons=1" : ""}${pressed(looks) ? "&scores=1" : ""}`;
     const testPath = (run, edge) => `run/${run.run}/edge/${edge.source}/${edge.target}/${edge.kind}?${askedOf(app, run)}`;
     const question = () => { const run = app.store.get("run"); return [run, run && pathOf(run)]; };
+    const asked = () => question().map((one) => one?.run ?? one).join("/"); // what a graph is of: run, answer and options
     const node = (id) => body.nodes.find((one) => one.id === id);
 
     function shown() {
@@ -156,7 +158,9 @@ export const graphSection = {
       const { edges, nodes } = shown();
       count.textContent = ` ${edges.length} of ${body.edges.length}`;
       const left = drawing ? picture.scrollLeft : Infinity; // it begins at the answer
-      drawing = graphPicture({ nodes, edges, roles: app.store.get("roles") || {}, room: picture.clientWidth, tall: window.innerHeight - (picture.getBoundingClientRect().top + window.scrollY) - 16, chosen, choose });
+      const wide = panes.clientWidth;
+      const [narrow, room] = [wide < GRAPH_NARROW, wide * (matchMedia("(min-width: 62rem)").matches ? GRAPH_SHARE : 1)];
+      drawing = graphPicture({ nodes, edges, roles: app.store.get("roles") || {}, room, narrow, tall: window.innerHeight - (picture.getBoundingClientRect().top + window.scrollY) - 16, chosen, choose });
       replace(picture, drawing);
       picture.scrollLeft = Math.min(left, picture.scrollWidth);
       replace(legend, [["value", 0.9, "adds to the answer"], ["value", -0.9, "takes from it"], ...(body.scores ? [["key", 0.9, "made a head look there (key, query)"]] : [])].map(([kind, value, words]) => el("li", {}, mark(kind, value), words)));
@@ -233,10 +237,17 @@ export const graphSection = {
       }
     }
 
-    function failed(error) {
-      body = null;
-      progress.end();
+    /** Nothing is shown until the graph of what is asked for now is there. */
+    function clear() {
+      [body, chosen, tested, shownFor, drawing] = [null, null, new Map(), null, null];
+      all.hidden = true;
+      count.textContent = "";
       for (const part of [said, picture, about, table, legend]) replace(part);
+    }
+
+    function failed(error) {
+      clear();
+      progress.end();
       problem.textContent = app.source.live ? error.message : "In this file the graph of this answer was not recorded: choose the one that the file opens on.";
     }
 
@@ -245,12 +256,14 @@ export const graphSection = {
       const [run, path] = question();
       problem.textContent = "";
       if (!run || run.task === "embed" || !root.offsetParent) return;
+      if (asked() !== shownFor) clear();
       for (const [button, more] of [[looks, "scores"], [inner, "neurons"]]) button.hidden = !app.source.live && !app.source.list(`run/${run.run}/graph?`).some((one) => one.includes(more));
       progress.begin();
       const found = await wait(app.source.job(run.run, path, progress.tell, () => wait.still() && !progress.stopped()));
       progress.end();
-      if (!found) return;
-      [body, chosen, tested, shownFor, drawing] = [found, null, new Map(), path, null];
+      if (!found) return void replace(said, "This graph was not computed. ", el("button", { type: "button", id: "graph-again", onclick: () => load() }, "Compute it"));
+      clear();
+      [body, shownFor] = [found, asked()];
       slider.max = Math.max(3, body.edges.length);
       slider.value = GRAPH_SHOWN;
       all.hidden = !app.source.live;
@@ -259,7 +272,7 @@ export const graphSection = {
     });
 
     whenNear(root, app, load);
-    for (const key of ["position", "target", "foil", "view"]) app.store.listen(key, () => { if (root.offsetParent && (!body || question()[1] !== shownFor)) load(); });
+    for (const key of ["position", "target", "foil", "view"]) app.store.listen(key, () => { if (root.offsetParent && asked() !== shownFor) load(); });
     for (const key of ["roles", "theme"]) app.store.listen(key, () => { if (root.offsetParent) draw(); });
   },
 };

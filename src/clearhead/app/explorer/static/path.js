@@ -2,7 +2,7 @@
 
 import { ATLAS_ASKED, jobProgress } from "./atlas.js";
 import { css, inkOn, signedColour } from "./colour.js";
-import { el, figure, replace, signed, svg, wholeWord } from "./dom.js";
+import { el, figure, percent, replace, signed, svg, wholeWord } from "./dom.js";
 import { asks, whenNear } from "./query.js";
 import { saveButtons } from "./picture.js";
 import { askedOf, columnOf, leadingEdge } from "./selection.js";
@@ -14,6 +14,7 @@ const PATH_LEAST = 40; // pixels of a column on the narrowest screen
 const PATH_NARROW = 500; // pixels of a picture on a phone
 const PATH_EDGES = 60; // at most, however low the threshold
 const PATH_LISTED = 12;
+const PATH_READ = 7; // parts that are listed of what a feed-forward read
 const PATH_NAMED = 10; // arcs with the name of their head, the strongest ones
 const PATH_WHY = 3; // edges that are followed one step further back by themselves
 const PATH_TURNED = 24; // pixels by which the room must change for another drawing: more than a scroll bar
@@ -100,7 +101,7 @@ function pathTall(picture, room) {
 }
 
 /** The picture: lens cells as the grid, arcs for heads; in the gutter at the right what feed-forwards and the token itself add; the stream that is read runs up to the answer. */
-function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room, tall, gave, word, choose }) {
+function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer, reader, room, tall, gave, word, choose, openInner }) {
   const two = columns.some((one) => one.side === "source");
   const narrow = room < PATH_NARROW;
   const named = columns.map((one) => word(one));
@@ -151,7 +152,7 @@ function pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answe
     svg("path", { class: "path-spine", d: `M${x(column)},${y(0) + high / 2 + 6} L${x(column)},${top - 4} L${middle},${top - 14}` }),
     drawn.map((edge) => svg("path", { d: arc(edge), class: `path-edge${edge.why ? " path-why" : ""}${edge.number === chosen ? " path-chosen" : ""}`, "data-part": edge.part, stroke: edge.why ? null : css(signedColour(edge.value < 0 ? -0.9 : 0.9)), "stroke-width": thick(edge), "stroke-opacity": edge.number === chosen ? 1 : 0.35 + 0.5 * share(edge.value), onclick: edge.why ? null : () => choose(edge.number) }, svg("title", {}, edge.words))),
     cells.map((one) => pathPlate(one.x, one.y, one.half, one.text, one.looks)),
-    pulses.map((pulse) => [pulse, pulsed(pulse)]).map(([{ value, name, words }, cy]) => [svg("circle", { cx: gutter, cy, r: 2.5 + 5.5 * Math.sqrt(Math.abs(value) / largest), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words)), high < 12 && share(value) < 0.5 ? null : svg("text", { x: gutter + 12, y: cy + 4, class: "path-layer" }, narrow ? signed(value, 2) : `${name} ${signed(value)}`)]),
+    pulses.map((pulse) => [pulse, pulsed(pulse)]).map(([{ value, name, words, inner }, cy]) => svg("g", inner === undefined ? {} : { class: "path-inner", "data-inner": inner, onclick: () => openInner(inner) }, svg("circle", { cx: gutter, cy, r: 2.5 + 5.5 * Math.sqrt(Math.abs(value) / largest), fill: css(signedColour(value < 0 ? -0.9 : 0.9)), class: "path-pulse" }, svg("title", {}, words)), high < 12 && share(value) < 0.5 ? null : svg("text", { x: gutter + 12, y: cy + 4, class: "path-layer" }, narrow ? signed(value, 2) : `${name} ${signed(value)}`))),
     pathNames(there.filter((edge) => !edge.why && share(edge.value) > 0.2).slice(0, PATH_NAMED), cells).map((one) => pathPlate(one.x, one.y, one.half, one.name, "path-name")),
     columns.map((one, place) => {
       const colour = tint(one);
@@ -176,13 +177,15 @@ export const pathSection = {
     const finding = el("div", { id: "path-finding", "aria-live": "polite" });
     const mark = (name) => svg("svg", { class: "path-mark", width: 30, height: 12, "aria-hidden": "true" }, name === "circle" ? svg("circle", { cx: 15, cy: 6, r: 5, class: "path-pulse", fill: css(signedColour(0.9)) }) : svg("line", { x1: 2, x2: 28, y1: 6, y2: 6, class: `path-edge${name === "why" ? " path-why" : ""}`, "stroke-width": name === "why" ? 1.6 : 5, stroke: name === "why" ? null : css(signedColour(name === "for" ? 0.9 : -0.9)) }));
     const key = el("ul", { class: "legend", id: "path-key" });
-    const showKey = () => replace(key, [["for", "for the answer"], ["less", "against it"], ["circle", "a feed-forward, or the token itself"], ["why", "what made a head look there"]].map(([name, said]) => el("li", {}, mark(name), said)));
+    const showKey = () => replace(key, [["for", "for the answer"], ["less", "against it"], ["circle", "a feed-forward (choose it: what it read), or the token itself"], ["why", "what made a head look there"]].map(([name, said]) => el("li", {}, mark(name), said)));
     const least = el("input", { type: "range", id: "path-least", min: 0, max: 60, step: 1, value: 12, oninput: () => draw() });
     const shown = el("output", { for: "path-least", class: "mono" });
     const picture = el("div", { class: "wide", id: "path-picture", tabindex: "0", role: "group", "aria-label": "The path" });
     const left = el("p", { class: "soft", id: "path-left" });
     const table = el("div", { class: "wide", id: "path-table" });
     const why = el("div", { id: "path-why", "aria-live": "polite" });
+    const inner = el("select", { id: "path-inner", onchange: () => (inner.value === "" ? replace(why) : openInner(Number(inner.value))) });
+    const innerBox = el("div", { class: "path-inner-box" }, el("label", { for: "path-inner" }, "What did a feed-forward read? "), inner);
     let drawing = null;
     let body = null;
     let asksFor = [];
@@ -194,7 +197,7 @@ export const pathSection = {
     let story = null; // the parts that the answer rests on, once they are measured
     const testing = jobProgress("Removing parts one by one, to find out what the answer rests on");
     let [shownRun, shownAsked, shownWide] = [null, null, 0];
-    replace(root, problem, finding, why, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "Hide links below ", shown, " of the strongest"), least)), left, sum, table, saveButtons(() => drawing, "path"));
+    replace(root, problem, finding, why, picture, el("div", { class: "row path-below" }, key, el("div", { class: "slider" }, el("label", { for: "path-least" }, "Hide links below ", shown, " of the strongest"), least), innerBox), left, sum, table, saveButtons(() => drawing, "path"));
     showKey();
 
     const named = (side, place) => { const run = app.store.get("run"); return ((side === "source" ? run.source : run.tokens).labels[place]) ?? String(place); };
@@ -269,15 +272,19 @@ export const pathSection = {
       const cell = (layer, place) => (lens && column(place) >= 0 ? lens.top(layer, column(place))[0].label : said.get(pathColumn(run, place, reader))?.[layer] ?? "");
       const level = (term) => (term.kind === "feedforward" ? term.layer + 1 : term.name.includes("embedding") ? 0 : -1);
       const most = Math.abs(body.edges[0]?.value ?? 1);
-      const pulses = body.terms.filter((term) => level(term) >= 0 && Math.abs(term.value) >= (Number(least.value) / 100) * most).map((term) => ({ layer: level(term), value: term.value, name: term.name.replace("feedforward", "feed-forward").replace(" embedding", ""), words: `${term.name}: ${figure(term.value)} logits` }));
+      const pulses = body.terms.filter((term) => level(term) >= 0 && Math.abs(term.value) >= (Number(least.value) / 100) * most).map((term) => ({ layer: level(term), value: term.value, name: term.name.replace("feedforward", "feed-forward").replace(" embedding", ""), words: `${term.name}: ${figure(term.value)} logits${term.kind === "feedforward" ? "; what it read" : ""}`, inner: term.kind === "feedforward" ? term.layer : undefined }));
       shownWide = picture.clientWidth;
       const room = shownWide || 860;
       const columns = pathColumns(run, edges, reader, room);
       const all = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
       left.textContent = columns.length < all ? `${columns.length} of ${all} tokens are drawn: those that contributed most.` : "";
+      const layersRead = body.terms.filter((term) => term.kind === "feedforward" && has(`reads/${term.layer}/${body.rows[0] ?? body.column}`)).map((term) => term.layer);
+      innerBox.hidden = !layersRead.length;
+      if (inner.dataset.layers !== String(layersRead)) replace(inner, el("option", { value: "" }, "choose a layer"), layersRead.map((layer) => el("option", { value: layer }, `layer ${layer}`)));
+      inner.dataset.layers = String(layersRead);
       asksFor = columns.filter((one) => one.side === "main").map((one) => pathColumn(run, one.place, reader)).filter((place) => place >= 0);
       showFinding(direct); // before the picture, which is as tall as what stands over it leaves room for
-      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: pathTall(picture, room), word: (one) => wholeWord(one.side === "source" ? run.source : run.tokens, one.place), gave: { main: body.sources, source: body.memory || [] }, choose });
+      drawing = pathPicture({ columns, layers, cell, edges, pulses, most, chosen, answer: body.choice, reader, room, tall: pathTall(picture, room), word: (one) => wholeWord(one.side === "source" ? run.source : run.tokens, one.place), gave: { main: body.sources, source: body.memory || [] }, choose, openInner });
       replace(picture, drawing);
       replace(table, edges.length ? tableOf(direct) : el("p", { class: "soft" }, "No head carried anything: the answer is made at its own token."));
     }
@@ -292,6 +299,24 @@ export const pathSection = {
       app.open("ablate");
     }
 
+    /** Which parts made what a feed-forward read at the answer's token. */
+    function openInner(layer) {
+      const run = app.store.get("run");
+      chosen = -1;
+      inner.value = String(layer);
+      return askWhy(async (wait) => {
+        const reader = body.rows[0] ?? body.column;
+        const made = await wait(app.source.get(`run/${run.run}/reads/${layer}/${reader}`));
+        const shown = made.edges.slice(0, PATH_READ);
+        const rest = 1 - shown.reduce((sum, edge) => sum + edge.value, 0);
+        const item = (edge) => el("tr", { "data-part": edge.part }, el("th", { scope: "row" }, pathPlace(edge.part) ? `head ${edge.part}` : edge.part.replace("feedforward", "feed-forward"), " ", el("span", { class: "soft" }, (app.store.get("roles") || {})[edge.part] || "")), el("td", { class: "mono token", dir: "auto" }, named(pathSides(edge).from, edge.source), el("span", { class: "soft" }, ` ${edge.source}`)), el("td", { class: "number", "data-value": edge.value }, percent(Math.abs(edge.value)).replace(/^/, edge.value < 0 ? "−" : "")), el("td", { class: "fill" }, el("div", { class: "bar", style: { width: `${Math.min(100, (100 * Math.abs(edge.value)) / Math.abs(made.edges[0].value))}%` } })));
+        const neurons = el("button", { type: "button", onclick: () => { app.store.set("neuronLayer", String(layer)); app.open("drawers"); } }, "Show its neurons");
+        replace(why, el("h3", {}, `What feed-forward ${layer} read at “${named("main", reader)}”`), el("p", { class: "soft" }, "The vector that it reads is a sum: what each earlier part put into it, as a share of the whole. A head is listed with the token that it read from."), el("table", { id: "path-reads" }, el("tbody", {}, shown.map(item), Math.abs(rest) < 5e-4 ? null : el("tr", {}, el("th", { scope: "row" }, "all others"), el("td", {}), el("td", { class: "number" }, percent(Math.abs(rest)).replace(/^/, rest < 0 ? "−" : "")), el("td", {})))), app.source.live || app.source.list(`run/${run.run}/neurons`).length ? neurons : null);
+        if (!seen(why)) why.scrollIntoView({ block: "nearest", behavior: "instant" });
+      });
+    }
+
+    const seen = (node) => node.getBoundingClientRect().bottom < window.innerHeight;
     const has = (path) => app.source.has(`run/${app.store.get("run").run}/${path}`);
 
     /** In a file, where the answer that is asked about is not recorded: the ones that are, to go to. */
@@ -304,6 +329,7 @@ export const pathSection = {
     /** Point at an arc: the sentence speaks of it, and says why where that is known. */
     function choose(number) {
       chosen = chosen === number ? -1 : number;
+      inner.value = "";
       replace(why);
       draw();
     }
@@ -403,6 +429,7 @@ export const pathSection = {
       const carried = found.total - found.rest;
       replace(sum, "The logit of ", el("strong", { class: "mono", dir: "auto" }, found.choice), found.against === null ? (found.centred ? " less the mean of all" : null) : [" less that of ", el("strong", { class: "mono", dir: "auto" }, found.against)], " is ", el("strong", { class: "mono", id: "path-logit", "data-value": found.logit }, figure(found.logit, 5)), ": heads carried ", el("span", { class: "mono", "data-value": carried }, figure(carried, 5)), ", everything else added ", el("span", { class: "mono", "data-value": found.rest }, figure(found.rest, 5)), "; together ", el("span", { class: "mono", id: "path-total", "data-value": found.total }, figure(found.total, 5)), ".");
       replace(why);
+      inner.value = "";
       draw();
       const still = () => body?.edges && shownRun === app.store.get("run") && shownAsked === about()[1];
       await fillCells(run, wait);

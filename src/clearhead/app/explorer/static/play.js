@@ -380,16 +380,24 @@ function playScale({ products, scaled }) {
   return Math.abs(scale - 1) < 1e-3 ? "" : `Each score is multiplied by ${figure(scale)}, so that long vectors do not drown the rest; `;
 }
 
+/** The largest share as softmax makes it of its score: e^s, and what it is divided by. */
+function playShare({ masked, scaled, shares, columns }) {
+  const [most, place] = shares.reduce((best, share, at) => (share > best[0] ? [share, at] : best), [-1, 0]);
+  const power = Math.exp((masked || scaled || [])[place]);
+  const worked = power > 1e-3 && power < 1e6 ? `: e^${figure(Math.log(power))} = ${figure(power)}, of ${figure(power / most)} in all, is ${percent(most)}` : ` gets ${percent(most)}`;
+  return `${playQuoted(columns[place])}${worked}.`;
+}
+
 /**
  * One row a scene: `title`; `steps`, endings of the step whose formula and shape are shown; `words(data)`, a sentence with the numbers of
  * this text; `draw(stage, data, t)`; `when(data)` says whether this model has it. A row of `kinds` is there for each kind of attention.
  */
 const PLAY_SCENES = [
-  { id: "tokens", title: (data) => (data.image ? "Patches" : "Tokens"), steps: ["tokenize", "front.patches", "pixels", "ids"], draw: playTokens, words: (data) => (data.image ? `The image is cut into ${data.run.tokens.special.filter((mark) => !mark).length} patches. To the model a patch is what a word is to a model of text.` : `The text is cut into ${data.read.labels.length} tokens, and each token is looked up as a number. The model sees nothing but these numbers.`) },
+  { id: "tokens", title: (data) => (data.image ? "Patches" : "Tokens"), steps: ["ids", "front.patches", "pixels", "tokenize"], draw: playTokens, words: (data) => (data.image ? `The image is cut into ${data.run.tokens.special.filter((mark) => !mark).length} patches. To the model a patch is what a word is to a model of text.` : `The text is cut into ${data.read.labels.length} tokens, and each token is looked up as a number. The model sees nothing but these numbers.`) },
   { id: "embeddings", title: "Embeddings", steps: PLAY_EMBEDDED, draw: (stage, data, t) => playVectors(stage, data, t, data.step(PLAY_EMBEDDED)), words: (data) => `Each ${data.image ? "patch" : "token"} becomes a vector of ${data.model.d_model} numbers; the first ${PLAY_NUMBERS} are drawn, blue above zero and red below. ${data.image ? "They are made from its pixels." : "They were learned in training."}` },
   { id: "positions", title: "Positions", steps: ["embedding.placed", "q_rotated", "biased"], draw: playPositions, words: (data) => ({ placed: "A second vector, one for each position, is added to the first: now order counts.", q_rotated: "Queries and keys turn by an angle that grows with the position: the score of two tokens then depends on how far apart they are.", biased: "Scores fall with the distance between two tokens: near ones count more." })[data.step(["embedding.placed", "q_rotated", "biased"]).name.split(".").at(-1)] },
   { id: "scores", kinds: true, title: "Queries · keys", steps: ["scores"], draw: playScores, words: (data, kind, body) => `${playQuoted(body.label)} asks with its query; every token answers with its key. The product of the two says how well they fit${body.products ? `: ${figure(body.products[body.shares.indexOf(Math.max(...body.shares))])} for ${playQuoted(body.columns[body.shares.indexOf(Math.max(...body.shares))])}` : ""}.` },
-  { id: "softmax", kinds: true, title: "Scale, mask, softmax", steps: ["pattern"], draw: playSoftmax, words: (data, kind, body) => playSentence(`${playScale(body)}${kind === "self" && data.model.family === "decoder" ? "what comes later is hidden, and " : ""}softmax turns the scores into shares of 1: ${percent(Math.max(...body.shares))} goes to ${playQuoted(body.columns[body.shares.indexOf(Math.max(...body.shares))])}.`) },
+  { id: "softmax", kinds: true, title: "Scale, mask, softmax", steps: ["pattern"], draw: playSoftmax, words: (data, kind, body) => playSentence(`${playScale(body)}${kind === "self" && data.model.family === "decoder" ? "what comes later is hidden, and " : ""}softmax makes shares of them that add up to 1: a score s becomes e^s, divided by the sum of all of these. ${playShare(body)}`) },
   { id: "values", kinds: true, title: "Values", steps: ["z"], draw: playValues, words: (data, kind, body) => `Each token also has a value: what it passes on. The head takes the sum of all values, each times its share, to ${playQuoted(body.label)}.` },
   { id: "heads", kinds: true, title: "Heads", steps: ["out"], draw: playHeads, words: (data, kind) => `This happens in ${data.model.attentions.filter((entry) => entry.kind === kind).reduce((sum, entry) => sum + entry.heads, 0)} heads, each with its own queries, keys and values. A small picture is where one head looks; the outlined one was shown before.` },
   { id: "feedforward", title: "Feed-forward", steps: ["0.feedforward.activated"], draw: playFeedforward, words: (data) => `Between attentions each token is worked on by itself: its vector is widened to ${data.step(["0.feedforward.activated"]).shape.at(-1)} neurons, few of which fire, and made narrow again.` },
@@ -488,7 +496,8 @@ export const playSection = {
         show();
       } else {
         if (!still.matches) draw();
-        scrub.value = Math.round(100 * (at + t));
+        const place = Math.round(100 * (at + t));
+        if (Number(scrub.value) !== place) scrub.value = place; // it is drawn anew only where it moves
       }
       frame = requestAnimationFrame(tick);
       return null;
