@@ -14,6 +14,7 @@ import torch
 import clearhead as ch
 from clearhead.core import positions
 from clearhead.inside import checks
+from clearhead.inside.checks.effects import edge_rows, effects_rows
 from clearhead.inside.checks.independent import formula_rows
 from clearhead.inside.checks.long import reach, thresholds
 from clearhead.inside.checks.reference_float64 import reference_logits
@@ -150,6 +151,15 @@ def test_a_healthy_model_of_every_family_passes(name):
     rows = ch.check(build(**FAMILIES[name]))
     assert not_passed(rows) == []
     assert all(row.verdict == "equal" for row in rows)
+
+
+@pytest.mark.parametrize("name", {**FAMILIES, **OTHERS})
+def test_what_parts_add_is_the_logit_for_every_choice(name):
+    """Of contributions, of scores, and of slopes on the way to another input."""
+    inputs = Inputs(build(**{**FAMILIES, **OTHERS}[name]))
+    with torch.no_grad():
+        rows = [*effects_rows(inputs)[:2], edge_rows(inputs)[-1]]
+        assert [row.name for row in rows if row.fits and not row.run() <= row.tolerance] == []
 
 
 @pytest.mark.slow

@@ -134,7 +134,8 @@ def test_looped_layers(tmp_path):
         assert made == wanted
         assert not differing(looped, ids)
         assert looped.head.out.weight is m.model.head.out.weight
-        assert torch.equal(ch.load(tmp_path).looped(times).model(ids).logits, plain(ids).logits)
+        loaded = ch.load(tmp_path, device=str(ids.device)).looped(times).model
+        assert torch.equal(loaded(ids).logits, plain(ids).logits)
     with pytest.raises(InputError, match="no loop of layers"):
         ch.Model(build()).looped(2)
 

@@ -90,7 +90,7 @@ def test_programs_that_take_tile_after_tile_equal_float64(rows, gate):
     scale, added = torch.rand(200, device=DEVICE), None if gate else torch.randn(rows, 1, 2402, device=DEVICE)
     normed = rms_norm(x.double(), scale.double(), 1e-5, False)
     wanted = exact(normed @ weight.double().t(), gate, added)
-    given = linear(x, weight, None, scale, 1e-5, False, gate, added, Tile(4, 64, 4, 2))
+    given = linear(x, weight, MatmulConfig(None, scale, 1e-5, False, gate, added), Tile(4, 64, 4, 2))
     assert (given - wanted).abs().max() <= 1e-5 * (1 + wanted.abs().max())
 
 

@@ -208,6 +208,7 @@ def test_a_mixture_sends_tokens_where_the_model_does():
     assert type(fast.head.out) is NativeQuantized and not fast.head.out.twice  # nothing is routed after it
 
 
+@pytest.mark.cpu
 @pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
 @pytest.mark.parametrize("plan", PLANS)
 def test_rows_of_a_table_are_the_same_numbers_in_c(plan):

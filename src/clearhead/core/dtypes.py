@@ -5,6 +5,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+# Kinds of devices with autocast; a compiled step cannot ask.
+AUTOCAST = {
+    kind for kind in ("cpu", "cuda", "mps", "xpu", "mtia", "hpu") if torch.amp.is_autocast_available(kind)
+}
+
 
 def wide(x: Tensor) -> Tensor:
     """Cast half precision to float32; leave other dtypes alone."""
@@ -19,4 +24,4 @@ def precise(x: Tensor) -> Tensor:
 def uncast(x: Tensor) -> AbstractContextManager[object]:
     """Return a `with` block in which autocast leaves matmuls of tensors like `x` in their own dtype."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if kind in AUTOCAST else nullcontext()

@@ -261,7 +261,9 @@ def _score_of(cut: held.CutPass, looking: names.AttentionHead, reader: int, sour
             added = torch.einsum("he,hed,fd->hf", z, weight, slope)
             parts |= {f"{attention}.{each}": x for each, x in enumerate(added)}
             slope_z = torch.einsum("f,fd,hed->he", factor * other, slope, weight)[:, None]
-            table = _carried(cut.seen, attention, slope_z, torch.tensor([place]), lambda x: x.detach())
+            table = _carried(
+                cut.seen, attention, slope_z, torch.tensor([place], device=z.device), lambda x: x.detach()
+            )
             edges += [
                 Edge(f"{attention}.{each}", place, column, value)
                 for each, _, column, value in _cells(table, count)

@@ -383,7 +383,8 @@ def parts_of(query: LogitQuery) -> list[AddedPart]:
 
     def attended(layer: int, part: str, attention: nn.Module) -> Tensor:
         kind = "self" if part == "attention" else "cross"
-        if not isinstance(attention, Attention):  # its heads are gated before they are joined
+        alone = part == "cross" or stack.spec.kinds[layer].has_heads
+        if not (alone and isinstance(attention, Attention)):  # its heads are no sum by themselves
             output = exact(seen[f"blocks.{layer}.{part}.out"][0][read.rows])
             return add(output, Term(f"{part} {layer}", kind, layer=layer))
         heads = names.AttentionName(kind, layer, attention.n_heads).heads

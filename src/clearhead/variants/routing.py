@@ -87,7 +87,10 @@ class Experts(nn.Module):
         token = order // self.n_active  # which row each pair belongs to
         answers = self.answer(tap.step("sorted", rows[token]), counts, tap)  # N·A D
         answer = (answers * weights.flatten()[order, None]).to(rows.dtype)
-        mixed = tap.step("mixed", torch.zeros_like(rows).index_add(0, token, answer).view_as(x))
+        # The answers to each token, in the order of their experts: sums have the same bits in every run.
+        pairs = order.argsort().view(-1, self.n_active).sort(-1).values
+        answers_of = answer.index_select(0, pairs.flatten()).view(*pairs.shape, -1)  # N A D
+        mixed = tap.step("mixed", answers_of.sum(1).view_as(x))
         if self.shared is not None:
             shared = self.shared(x, tap.part("shared"))
             if self.shared_gate is not None:

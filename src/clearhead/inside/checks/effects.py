@@ -7,6 +7,7 @@ random weights: what is checked is arithmetic and wiring, not what was learned.
 Shapes: B rows, R readers, W writers, T tokens, D model.
 """
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -15,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clearhead.core.dtypes import precise, wide
+from clearhead.core.dtypes import precise
 from clearhead.core.transformer import Transformer
 from clearhead.errors import InputError
 from clearhead.inside import names
 from clearhead.inside.attribution import looks
-from clearhead.inside.checks.rows import SLOW, TOLERANCE, Comparison, Inputs, gap
+from clearhead.inside.checks.rows import SLOW, Comparison, Inputs, gap
 from clearhead.inside.edges import Cut, EdgeGraph, cut_model, splits
 from clearhead.inside.features.dictionary import Dictionary, find_taps
 from clearhead.inside.graph import graph
@@ -111,7 +112,7 @@ def _graph(inputs: Inputs) -> float:
 
 
 WAY, POINTS = 1 / 64, 4  # of integrated gradients: how far to another input, and slopes on the way
-SUM, BENT = 1e-3, 0.1  # what so few points may be off, relative to the difference; where slopes jump
+SUM, BENT = 1e-4, 0.1  # what so few points may be off, relative to the difference; where slopes jump
 
 
 def edge_rows(inputs: Inputs) -> list[Comparison]:
@@ -120,7 +121,6 @@ def edge_rows(inputs: Inputs) -> list[Comparison]:
     gated = config.main.cross and bool(config.attention_gate or config.head_gate)
     row = partial(inputs.compare, fits=config.depth_capacity == 1 and not gated)
     small = sum(weight.numel() for weight in inputs.model.parameters()) < SLOW
-    exact = TOLERANCE[inputs.dtype] <= TOLERANCE[torch.float32]  # the way is short: half precision hides it
     return [
         row("circuit of all edges = model", "every part with a stream of its own, no edge cut", _whole),
         row("circuit of no edges = corrupt run", "every edge cut, with a run on another input", _empty),
@@ -134,12 +134,12 @@ def edge_rows(inputs: Inputs) -> list[Comparison]:
             f"slopes by edges at {POINTS} points of a way of the input, added up, with what the way changes",
             _integrated,
             tolerance=BENT if config.activation == "relu" or config.gated_clamp else SUM,
+            copies=True,
             # A router that chooses other experts on the way makes the output jump.
             fits=config.depth_capacity == 1
             and not config.n_experts
             and config.head != "none"
             and small
-            and exact
             and not gated,
         ),
     ]
@@ -199,13 +199,14 @@ def _one_edge(inputs: Inputs) -> float:
 
 
 def _integrated(inputs: Inputs) -> float:
-    """Compare what a step toward another input does to a logit with the slopes on the way."""
+    """Compare what a step toward another input does to a logit with the slopes on the way, in float64."""
+    inputs = inputs.of(copy.deepcopy(inputs.model).double())
     model, graph = inputs.model, EdgeGraph.of(inputs.model)
 
     def read(moved: Transformer, share: float) -> Tensor:
         steps = {name: share * changes[name] for name in starts}
         with edit(moved, {name: partial(torch.add, step) for name, step in steps.items()}):
-            return wide(inputs.run(moved))[0].flatten()[-1]
+            return inputs.run(moved)[0].flatten()[-1]
 
     starts = [name for name in graph.writers if name.endswith("embedding")]
     clean, other = (_run_on(inputs, graph, arguments) for arguments in (inputs.arguments, _others(inputs)))
