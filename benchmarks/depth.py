@@ -32,8 +32,8 @@ from clearhead.labs.lab.scaling import (
 )
 from clearhead.learn.batches.batch import Batch
 from clearhead.learn.losses import batch_loss
+from clearhead.run.generate.decode import prefill
 from clearhead.run.generate.exits import ExitStep, stop_at
-from clearhead.run.generate.prefill import prefill
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.prepare import prepared
 from clearhead.variants.routing import Router

@@ -23,8 +23,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.core.attention import KERNELS, Attention
-from clearhead.run.generate.decode import decode
-from clearhead.run.generate.prefill import prefill, prefill_fixed
+from clearhead.run.generate.decode import decode, prefill, prefill_fixed
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Ends, Prompts
 from clearhead.run.kernels import kernels as kernels_module

@@ -20,7 +20,7 @@ from benchmarks.common import case_command, device_name, save
 from benchmarks.gpu_decode import HALF, SHAPES, seconds_of, time_of
 
 import clearhead as ch
-from clearhead.run.generate.prefill import prefill_fixed
+from clearhead.run.generate.decode import prefill_fixed
 from clearhead.run.generate.sequence import Prompts
 from clearhead.run.kernels import triton_codes, triton_rows, triton_step
 from clearhead.run.kernels.fixed_cache import MatmulConfig

@@ -22,8 +22,7 @@ import clearhead as ch
 from clearhead.app.plot import save as save_picture
 from clearhead.app.plot import single
 from clearhead.app.plot.models import draw_long
-from clearhead.run.generate.decode import decode
-from clearhead.run.generate.prefill import prefill
+from clearhead.run.generate.decode import decode, prefill
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Ends, Prompts, Sequence
 from clearhead.run.kernels.prepare import prepared

@@ -106,7 +106,7 @@ def byte_tokenizer() -> Tokenizer:
 @pytest.fixture
 def short_pieces(monkeypatch):
     """Prompts are read in small pieces, so that `ch.check` needs no rows of a thousand tokens."""
-    monkeypatch.setattr("clearhead.run.generate.prefill.PREFILL_CHUNK", 64)
+    monkeypatch.setattr("clearhead.run.generate.decode.PREFILL_CHUNK", 64)
 
 
 @pytest.fixture(scope="session")

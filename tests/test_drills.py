@@ -27,8 +27,8 @@ GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 PROVE = {
     "position-scheme": """
 import torch, clearhead as ch
-from clearhead.run.generate import prefill
-prefill.PREFILL_CHUNK = 64  # the long rows need not be long
+from clearhead.run.generate import decode
+decode.PREFILL_CHUNK = 64  # the long rows need not be long
 for family in ("decoder", "encoder", "encoder-decoder"):
     torch.manual_seed(0)
     sizes = {"vocab_size": 13, "d_model": 16, "n_layers": 2, "n_heads": 4, "max_positions": 24}

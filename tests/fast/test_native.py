@@ -9,8 +9,7 @@ import clearhead as ch
 from clearhead.core.cache import Cache
 from clearhead.core.stack import Stack
 from clearhead.run.generate.beam import beam_search
-from clearhead.run.generate.decode import greedy
-from clearhead.run.generate.prefill import cache_for
+from clearhead.run.generate.decode import cache_for, greedy
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Prompts
 from clearhead.run.kernels import library, native

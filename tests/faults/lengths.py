@@ -9,7 +9,7 @@ import torch
 from clearhead.core import cache, masks, positions, transformer
 from clearhead.core.attention import KERNELS
 from clearhead.core.config.kinds import FULL, Windowed
-from clearhead.run.generate import decode, prefill
+from clearhead.run.generate import decode
 from clearhead.run.kernels import parts
 from clearhead.run.kernels.native import MOST_ROWS, NativeLinear
 from clearhead.variants import blocks, caches
@@ -221,9 +221,9 @@ def sink_past_512(monkeypatch):
 @code
 def prefill_keeps_the_last_1024(monkeypatch):
     """Of a prompt that is read in pieces, only the last 1,024 tokens are read."""
-    right = prefill.prefill
+    right = decode.prefill
     monkeypatch.setattr(
-        prefill,
+        decode,
         "prefill",
         lambda model, prompts, *given: right(model, [row[-1024:] for row in prompts], *given),
     )

@@ -11,8 +11,7 @@ import clearhead as ch
 from clearhead.core.attention import fused
 from clearhead.core.norms import RMSNorm
 from clearhead.core.positions import Rotary, rotate
-from clearhead.run.generate.decode import decode
-from clearhead.run.generate.prefill import length_buckets
+from clearhead.run.generate.decode import decode, length_buckets
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Ends, Prompts
 from clearhead.run.kernels.fixed_cache import HeadConfig, MatmulConfig
@@ -86,7 +85,7 @@ def test_the_compiled_step_gives_the_same_tokens(name):
 
 @pytest.mark.parametrize("name", ["llama", "states", "t5"])
 def test_prompts_of_like_length_are_read_together(name, monkeypatch):
-    monkeypatch.setattr("clearhead.run.generate.prefill.TOGETHER", 16)
+    monkeypatch.setattr("clearhead.run.generate.decode.TOGETHER", 16)
     assert length_buckets([3, 9, 6, 2, 9, 1]) == [[1, 4], [0, 2, 3], [5]]
     model, given = built(SHAPES[name]), prompts_of(SHAPES[name], (3, 9, 6, 2, 9, 1), seeds=range(6))
     steps = Steps(model, backend="eager")

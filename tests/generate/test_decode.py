@@ -10,8 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.core.embedding import Embedding
-from clearhead.run.generate.decode import decode, greedy
-from clearhead.run.generate.prefill import PREFILL_CHUNK, cache_for
+from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for, decode, greedy
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import (
     LENGTH_ALONE,

@@ -11,8 +11,8 @@ import torch
 import clearhead as ch
 from clearhead.run.generate.decode import decode
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.sequence import Prompts, adjust, distribution, draw
-from clearhead.run.generate.speculate import Drafter, DraftModel, PromptLookup, Proposal, accept
+from clearhead.run.generate.sequence import Drafter, Prompts, Proposal, accept, adjust, distribution, draw
+from clearhead.run.generate.speculate import DraftModel, PromptLookup
 from tests.harness import build
 
 SHAPES = {
@@ -186,7 +186,7 @@ def test_two_tokens_follow_their_exact_distribution(kind, monkeypatch):
 
     assert fits(pairs(1_500), exact)
     monkeypatch.setattr(
-        "clearhead.run.generate.speculate.accept", lambda p, q, guessed, *_: (guessed, torch.tensor([True]))
+        "clearhead.run.generate.sequence.accept", lambda p, q, guessed, *_: (guessed, torch.tensor([True]))
     )
     assert not fits(pairs(500), exact)  # every guess kept
 

@@ -124,7 +124,7 @@ def test_every_token_reads_the_first_and_the_last(name, sinks):
 @pytest.mark.parametrize("piece", [1024, 8])
 def test_rows_of_any_length_generate_as_if_read_token_by_token(name, piece, monkeypatch):
     """Prompts shorter than the sinks, than the window, and longer, padded together; one ends early."""
-    monkeypatch.setattr("clearhead.run.generate.prefill.PREFILL_CHUNK", piece)
+    monkeypatch.setattr("clearhead.run.generate.decode.PREFILL_CHUNK", piece)
     model, lengths = build(**MODELS[name]), (2, 20, 7, 13)
     prompts = [some_ids(1, length, seed=length)[0].tolist() for length in lengths]
     request = Request(

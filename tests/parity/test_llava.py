@@ -20,7 +20,7 @@ from clearhead.hub.rules import matches
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.inputs import prepare
 from clearhead.inside.lens import contributions
-from clearhead.run.generate import prefill
+from clearhead.run.generate import decode
 from clearhead.variants.images import placed
 from tests.llava import OPTIONS, TOKEN, build, directory, image, tensors
 from tests.parity.harness import GRADIENTS, LOGITS, close, reopened
@@ -94,7 +94,7 @@ def test_llava(label: str, tmp_path: pathlib.Path) -> None:
     assert ours.generate(given[1], 12, lookup=3).ids == alone[1]
     whole = ours.generate(given[1], 6, num_beams=3).ids
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefill, "PREFILL_CHUNK", 5)
+        patch.setattr(decode, "PREFILL_CHUNK", 5)
         assert ours.generate(given[1], 12).ids == alone[1]
         assert ours.generate(given[1], 6, num_beams=3).ids == whole
 

@@ -52,7 +52,7 @@ from clearhead.learn.evaluation.evaluate import BATCH_TOKENS
 from clearhead.learn.evaluation.metrics import OnProgress
 from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
-from clearhead.run.generate.prefill import cache_for, prefill
+from clearhead.run.generate.decode import cache_for, prefill
 from clearhead.variants.contexts import evaluating
 
 CHOICES = 8

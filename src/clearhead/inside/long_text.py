@@ -42,7 +42,7 @@ from clearhead.learn.losses import token_losses as losses_of
 from clearhead.learn.recipe import read_recipe
 from clearhead.learn.tasks.table import open_examples, task_named
 from clearhead.run.api import Model
-from clearhead.run.generate.prefill import PREFILL_CHUNK, cache_for
+from clearhead.run.generate.decode import PREFILL_CHUNK, cache_for
 from clearhead.variants.contexts import evaluating
 from clearhead.variants.costs import cost
 

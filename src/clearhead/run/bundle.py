@@ -40,8 +40,8 @@ from clearhead.hub.weights import Outgoing, write_tensors
 from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split
 from clearhead.run.generate import sequence
+from clearhead.run.generate.decode import steps_back
 from clearhead.run.generate.grammar import Grammars
-from clearhead.run.generate.prefill import steps_back
 from clearhead.run.generate.request import own_options
 from clearhead.run.generate.stream import agreed
 from clearhead.run.kernels.library import library

@@ -25,7 +25,7 @@ from clearhead.inside.checks.reference_inputs import ReferenceRow
 from clearhead.inside.checks.rows import TOLERANCE, Comparison, Inputs, cache_forms, gap
 from clearhead.inside.long_text import scaled
 from clearhead.learn.batches.ragged import real_tokens
-from clearhead.run.generate import decode, prefill
+from clearhead.run.generate import decode
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Prompts
 from clearhead.run.kernels.prepare import prepared
@@ -65,7 +65,7 @@ def reach(config: ModelConfig, *others: int, usual: int = USUAL) -> int:
 def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
     """Return the rows for a model that reads sequences; `lively` returns inputs of its lively copy."""
     config = inputs.model.config
-    length = reach(config, *((prefill.PREFILL_CHUNK,) if inputs.caches else ()))
+    length = reach(config, *((decode.PREFILL_CHUNK,) if inputs.caches else ()))
     tops = _tops(config)
     long = functools.cache(lambda: LongInputs(shallow(lively().model, config), 2, length))
     fits = inputs.sequences and length > NEW
@@ -188,7 +188,7 @@ def _generated(inputs: LongInputs) -> float:
     expected = torch.stack([inputs.plain.head(states[-NEW - 1 :], row) for states, row in inputs.expected])
     caches = [form() for form in cache_forms(alone).values()]
     return max(
-        gap(_continued(fast, inputs, prefill.cache_for(inputs.model, inputs.length), 2), expected),
+        gap(_continued(fast, inputs, decode.cache_for(inputs.model, inputs.length), 2), expected),
         *(gap(_continued(fast, inputs, cache, 1), expected[:1]) for cache in caches),
     )
 
@@ -198,7 +198,7 @@ def _continued(fast: Transformer, inputs: LongInputs, cache: Cache, count: int) 
     arguments = {name: x[:count] for name, x in inputs.together().items()}
     rows = [inputs.own(number)["ids"][0] for number in range(count)]
     prompts = [row[:-NEW].tolist() for row in rows]
-    logits = [prefill.prefill(fast, prompts, cache, arguments.get("source"), arguments.get("source_mask"))]
+    logits = [decode.prefill(fast, prompts, cache, arguments.get("source"), arguments.get("source_mask"))]
     for place in range(inputs.length - NEW, inputs.length):
         new = arguments["ids"][:, place : place + 1]
         logits.append(fast(new, cache=cache, logits="last").logits[:, -1])

@@ -42,7 +42,7 @@ from clearhead.learn.training.state import (
     snapshot,
 )
 from clearhead.run.api import Model, load
-from clearhead.run.generate.prefill import steps_back
+from clearhead.run.generate.decode import steps_back
 from clearhead.run.kernels.fixed_cache import FixedCache
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.layers import quantized_parts

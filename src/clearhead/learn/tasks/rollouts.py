@@ -28,7 +28,7 @@ from clearhead.learn.data.examples import Prompt
 from clearhead.learn.rewards import reward
 from clearhead.learn.tasks.generation import chat_ids
 from clearhead.run.api import Model
-from clearhead.run.generate.prefill import prefill
+from clearhead.run.generate.decode import prefill
 from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import distribution, draw
 from clearhead.run.kernels.lora import LoraLinear

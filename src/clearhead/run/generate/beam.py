@@ -23,8 +23,7 @@ from clearhead.core.dtypes import precise, wide
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.learn.batches.ragged import by_length
-from clearhead.run.generate.decode import check_request, is_stretched
-from clearhead.run.generate.prefill import RESERVE, prefill
+from clearhead.run.generate.decode import RESERVE, check_request, is_stretched, prefill
 from clearhead.run.generate.request import REMOVED, Request
 from clearhead.run.generate.sequence import (
     LENGTH_ALONE,

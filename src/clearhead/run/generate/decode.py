@@ -13,10 +13,15 @@
   some steps later.
 - A `DraftedRow` runs alone, with draft tokens, of which each run of the model verifies several.
 
-Shapes: B rows still running, S source length, T prompt length, V vocabulary.
+Prompts are prefilled with padding on the left, long ones in chunks. For a cache of fixed size those of like
+length are read together, with padding on the right where that can be, which takes no mask.
+
+Shapes: B rows still running, S source length, T prompt length, N tokens of a chunk, V vocabulary, D model.
 """
 
 from collections import abc
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -25,26 +30,31 @@ from clearhead.core.cache import Cache
 from clearhead.core.config import TABLES
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
+from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.run.generate.exits import ExitStep
-from clearhead.run.generate.prefill import RESERVE, cache_for, prefill, prefill_fixed
 from clearhead.run.generate.request import SINKS, Request
 from clearhead.run.generate.sequence import (
     LENGTH_ALONE,
     NOT_NUMBERS,
+    Drafter,
     Ends,
     Prompts,
     Sampler,
     Sequence,
     adjust_by,
     best_of,
+    verify,
 )
-from clearhead.run.generate.speculate import Drafter, DraftModel, check_steps_back, verify
-from clearhead.run.generate.vectors import Span, embedded
-from clearhead.run.kernels.fixed_cache import NOTHING
+from clearhead.run.generate.vectors import PromptVectors, Span, embedded
+from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache
 from clearhead.run.kernels.steps import CompiledStep, OnHost, Steps, warn_uncompiled
-from clearhead.variants.caches import StreamCache, check_stream
+from clearhead.run.quant.cache import int8_cache
+from clearhead.variants.caches import StreamCache, WindowCache, check_stream
 from clearhead.variants.cuda_attention import without_cudnn
 
+RESERVE = 8192  # tokens that a cache makes room for beforehand at most; beyond, it grows as they come
+PREFILL_CHUNK = 1024  # longer prompts are read in chunks, so that scores of a long prompt never exist at once
+TOGETHER = 8192  # tokens of prompts, padding included, that keep a GPU busy; more rows only add padding
 STEPS_PER_SYNC = 16  # greedy tokens made between two looks at them
 
 
@@ -244,6 +254,110 @@ def _compiled(
     return steps.find(*sizes, compiles=bool(request.compile))
 
 
+# Prefill --------------------------------------------------------------------------------------------------
+
+
+def cache_for(model: Transformer, room: int, dtype: str | None = None) -> Cache:
+    """Make a cache for `room` tokens; layers with a window keep rings where that halves it at least."""
+    if dtype == "int8":
+        return int8_cache(model.config, min(room, RESERVE))
+    reaches = (kind.reach for kind in model.main.spec.kinds)
+    smallest = min((reach for reach in reaches if reach is not None), default=room)
+    return (WindowCache if room > 2 * smallest else Cache)(min(room, RESERVE))
+
+
+def prefill(
+    model: Transformer,
+    prompts: abc.Sequence[abc.Sequence[int]],
+    cache: Cache,
+    source: Tensor | None = None,
+    source_mask: Tensor | None = None,
+    vectors: abc.Sequence[PromptVectors | None] | None = None,
+    seen: Callable[[int, Tensor], None] = lambda start, states: None,
+) -> Tensor:
+    """Read the prompts, left-padded, long ones in chunks; return the logits of the next token [B, V].
+
+    `vectors`: those of each prompt, which begins before what the cache holds of it already.
+    `seen` is told of the states [B, N, D] of each chunk, and of the slot where it begins.
+    """
+    device = next(model.parameters()).device
+    ids = padded(prompts, device=device, left=True)
+    longest = ids.shape[1]
+    unequal = any(len(prompt) < longest for prompt in prompts)
+    mask = real_tokens(prompts, device, left=True) if unequal else None
+    first, spans = cache.length, zip(prompts, vectors or ())
+    x = embedded(
+        model,
+        ids,
+        (Span(own, first, first + len(p), longest - len(p), row) for row, (p, own) in enumerate(spans)),
+    )
+    # Each token of a chunk has sinks of its own.
+    size = longest if model.config.rotates_by_length else PREFILL_CHUNK // max(1, cache.n_sink_tokens)
+    for start in range(0, longest, size):
+        chunk = slice(start, start + size)
+        part, given = None if mask is None else mask[:, chunk], (source, source_mask) if start == 0 else ()
+        wanted = "last" if chunk.stop >= longest else "none"
+        more = {} if x is None else {"vectors": x[:, chunk]}
+        before = cache.length
+        out = model(ids[:, chunk], part, *given, cache=cache, logits=wanted, **more)
+        seen(before, out.hidden)
+    return cast(Tensor, out.logits[:, -1])
+
+
+def prefill_fixed(model: Transformer, prompts: Prompts, fixed: FixedCache) -> Tensor:
+    """Prefill a fixed cache, prompts of like length together, which keeps padding small: logits [B, V]."""
+    fixed.begin_at(prompts.longest)
+    device, groups, logits = fixed.cursor.device, length_buckets([len(row) for row in prompts.ids]), []
+    # A state would take up padding that comes last.
+    right = (
+        prompts.source is None and prompts.vectors is None and model.main.spec.causal and steps_back(model)
+    )
+    for numbers in groups:
+        cache, rows, some = Cache(), torch.tensor(numbers, device=device), prompts.rows(numbers)
+        if right and len({len(row) for row in some.ids}) > 1:
+            logits.append(prefill_right(model, some.ids, cache))
+            fixed.adopt_rows(cache, rows, torch.tensor([len(row) for row in some.ids], device=device))
+        else:
+            logits.append(prefill(model, some.ids, cache, *some.sources, vectors=some.vectors))
+            fixed.adopt_rows(cache, rows)
+    order = torch.tensor([number for numbers in groups for number in numbers], device=device)
+    return torch.cat(logits)[order.argsort()]
+
+
+def length_buckets(lengths: list[int]) -> list[list[int]]:
+    """Return the numbers of the rows in groups, each of `TOGETHER` tokens at least with its padding."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (lengths[number] == longest or longest * len(groups[-1]) < TOGETHER):
+            groups[-1].append(number)
+        else:
+            groups.append([number])
+    return [sorted(group) for group in groups]
+
+
+def prefill_right(model: Transformer, prompts: abc.Sequence[abc.Sequence[int]], cache: Cache) -> Tensor:
+    """`prefill` with padding on the right, which no token before it sees: it takes no mask."""
+    chunk = PREFILL_CHUNK
+    ids = padded(prompts, device=next(model.parameters()).device)
+    last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=ids.device)
+    rows = torch.arange(len(prompts), device=ids.device)
+    states = torch.empty(0)
+    for start in range(0, ids.shape[1], chunk):
+        hidden = model(ids[:, start : start + chunk], cache=cache, logits="none").hidden
+        found = hidden[rows, (last - start).clamp(0, hidden.shape[1] - 1)]  # B D
+        states = found if start == 0 else torch.where((last >= start)[:, None], found, states)
+    return cast(Tensor, model.head(states[:, None], None)[:, -1])
+
+
+def steps_back(model: Transformer) -> bool:
+    """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
+    return not any(kind.stateful for kind in model.config.main.kinds)
+
+
+# Checks ---------------------------------------------------------------------------------------------------
+
+
 def greedy(
     model: Transformer,
     ids: Tensor,
@@ -288,13 +402,22 @@ def is_stretched(model: Transformer, length: int) -> bool:
     return length > (scaling.original_positions or model.config.max_positions)
 
 
+def check_steps_back(*models: Transformer) -> None:
+    """Refuse models that cannot take a rejected token back."""
+    refuse(
+        not all(map(steps_back, models)),
+        "a layer of the model, or of its draft, keeps a state that cannot take a rejected token back: "
+        "leave lookup and draft out",
+    )
+
+
 def check_drafting(
     model: Transformer, request: Request, prompts: Prompts, drafters: abc.Sequence[Drafter]
 ) -> None:
     """Raise `InputError` where a row cannot take rejected draft tokens back."""
     if not drafters:
         return
-    check_steps_back(model, *(drafter.model for drafter in drafters if isinstance(drafter, DraftModel)))
+    check_steps_back(model, *(drafter.model for drafter in drafters if drafter.model is not None))
     refuse(
         model.config.rotates_by_length or slides(model, request, prompts) or streams(model, request, prompts),
         "this text is read anew, or forgotten, as it grows past a length: leave lookup and draft out",

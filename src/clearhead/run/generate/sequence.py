@@ -20,7 +20,7 @@ Shapes: B rows, S source length, V vocabulary, N tokens so far.
 import functools
 import time
 from collections import abc
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -472,3 +472,73 @@ class Sampler:
             for row, value, others in zip(rows, values, best):
                 row.logprobs.append(value)
                 row.alternatives.append(others)
+
+
+# Draft tokens ---------------------------------------------------------------------------------------------
+
+Roll = Callable[[], Tensor]  # the next uniform number of the row: [1]
+
+
+class Proposal(NamedTuple):
+    """Draft tokens."""
+
+    tokens: list[int]
+    drawn_from: list[Tensor] | None = None  # of each, its distribution q [1, V]; None: they were not drawn
+
+
+class Drafter:
+    """Where the draft tokens of one row come from."""
+
+    model: Transformer | None = None  # that it runs, where it runs one
+
+    def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
+        """Return up to `most` tokens that may follow `tokens`, which only grow from call to call."""
+        raise NotImplementedError
+
+    def observe(self, start: int, states: Tensor) -> None:
+        """See the states [1, N, D] that the model gave tokens from position `start` on."""
+
+
+def accept(p: Tensor, q: Tensor, drafted: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens drawn from p, made of draft tokens drawn from q, and which of these were accepted.
+
+    Args:
+        p: [B, V] the wanted distribution.
+        q: [B, V] the one that `drafted` [B] was drawn from.
+        drafted: [B].
+        uniform: [B] in [0, 1): decides whether a proposal is kept.
+        spare: [B] in [0, 1), independent of it: draws in place of one that is not.
+    """
+    at = drafted[:, None]
+    kept = uniform.to(p) * q.gather(-1, at)[:, 0] < p.gather(-1, at)[:, 0]
+    rest = (p - q).clamp(min=0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p equals q but for rounding: p itself
+    return torch.where(kept, drafted, draw(rest, spare)), kept
+
+
+def verify(
+    sampler: Sampler, row: Sequence, logits: Iterable[tuple[Tensor, Tensor | None]], proposal: Proposal
+) -> bool:
+    """Add the next token, and one after each draft token that was right; return False at the row's end.
+
+    Args:
+        logits: after the row's last token and after each draft token, [1, V]; with each the greedy choice
+            [1], where it is known already.
+    """
+    goes_on, steps = False, row.steps + 1
+    for place, (here, known) in enumerate(logits):
+        drafted = proposal.tokens[place] if place < len(proposal.tokens) else None
+        if drafted is None or proposal.drawn_from is None:
+            chosen = sampler.choose(here, [row], known)
+            right = int(chosen) == drafted
+        else:
+            p, q = distribution(sampler.adjusted(here, [row]), sampler.request), proposal.drawn_from[place]
+            uniform, spare = sampler.roll([row]), sampler.roll([row])
+            at = torch.tensor([drafted], device=p.device)
+            chosen, kept = accept(p, q.to(p), at, uniform, spare)
+            chosen, right = chosen.to(here.device), bool(kept)
+            sampler.report(here, chosen, [row])
+        goes_on = row.add(int(chosen), steps, sampler.ends.reason())
+        if not (goes_on and right):
+            break
+    return goes_on and len(row.ids) < sampler.request.max_new_tokens

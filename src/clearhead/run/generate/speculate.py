@@ -1,4 +1,4 @@
-"""Speculative decoding: propose draft tokens cheaply, verify all of them in one run of the model.
+"""Where draft tokens come from: cheap proposals, all of which one run of the model verifies.
 
 The result is what plain decoding gives. Draft tokens from the row's own text (`PromptLookup`) are not drawn,
 so the model draws as it always would, by the same seed, and goes on for as long as it draws the draft tokens:
@@ -6,7 +6,7 @@ the tokens themselves are the same. Those of a second model (`DraftModel`), or o
 multi-token prediction (`MTPDrafter`), are drawn from a distribution q; each is accepted with probability
 min(1, p/q), and the first that is not is replaced by a draw from max(p - q, 0): the distribution is the same.
 
-`decode` and the server propose and verify by what is here; both drop the keys of rejected draft tokens.
+`decode` and the server verify them by `verify` (`sequence.py`), and drop the keys of those that are rejected.
 
 Shapes: B rows, S source length, V vocabulary, N draft tokens.
 """
@@ -14,8 +14,6 @@ Shapes: B rows, S source length, V vocabulary, N draft tokens.
 import itertools
 import sys
 from collections import abc
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +24,13 @@ from clearhead.core.masks import tokens_from
 from clearhead.core.stack import Inputs
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.run.generate.prefill import prefill, steps_back
+from clearhead.run.generate.decode import prefill
 from clearhead.run.generate.request import FILTERS, Request
 from clearhead.run.generate.sequence import (
+    Drafter,
     Prompts,
-    Sampler,
-    Sequence,
+    Proposal,
+    Roll,
     adjust_by,
     distribution,
     draw,
@@ -40,25 +39,6 @@ from clearhead.run.generate.stream import agreed
 from clearhead.variants.mtp import states_after
 
 MATCHED = (3, 2)  # how many of the last tokens must have stood together before; one alone says too little
-Roll = Callable[[], Tensor]  # the next uniform number of the row: [1]
-
-
-class Proposal(NamedTuple):
-    """Draft tokens."""
-
-    tokens: list[int]
-    drawn_from: list[Tensor] | None = None  # of each, its distribution q [1, V]; None: they were not drawn
-
-
-class Drafter:
-    """Where the draft tokens of one row come from."""
-
-    def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
-        """Return up to `most` tokens that may follow `tokens`, which only grow from call to call."""
-        raise NotImplementedError
-
-    def observe(self, start: int, states: Tensor) -> None:
-        """See the states [1, N, D] that the model gave tokens from position `start` on."""
 
 
 class PromptLookup(Drafter):
@@ -113,6 +93,8 @@ class Draws:
 class DraftModel(Drafter):
     """Draft tokens of a second, smaller model."""
 
+    model: Transformer
+
     def __init__(
         self, model: Transformer, count: int, sampling: Request, prompts: Prompts, chunk: int = sys.maxsize
     ) -> None:
@@ -149,6 +131,8 @@ class MTPDrafter(Drafter):
     Layer k reads the state of token i from layer k - 1 and token i + k, and drafts token i + k + 1. Past the
     last layer, that layer reads its own states and drafts.
     """
+
+    model: Transformer
 
     def __init__(self, model: Transformer, count: int, sampling: Request) -> None:
         """Draft up to `count` tokens at a time."""
@@ -198,51 +182,6 @@ class MTPDrafter(Drafter):
         return states_after(self.model, self.layers[layer], hidden, Inputs(later), tokens, cache)
 
 
-def accept(p: Tensor, q: Tensor, drafted: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tokens drawn from p, made of draft tokens drawn from q, and which of these were accepted.
-
-    Args:
-        p: [B, V] the wanted distribution.
-        q: [B, V] the one that `drafted` [B] was drawn from.
-        drafted: [B].
-        uniform: [B] in [0, 1): decides whether a proposal is kept.
-        spare: [B] in [0, 1), independent of it: draws in place of one that is not.
-    """
-    at = drafted[:, None]
-    kept = uniform.to(p) * q.gather(-1, at)[:, 0] < p.gather(-1, at)[:, 0]
-    rest = (p - q).clamp(min=0)
-    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)  # p equals q but for rounding: p itself
-    return torch.where(kept, drafted, draw(rest, spare)), kept
-
-
-def verify(
-    sampler: Sampler, row: Sequence, logits: Iterable[tuple[Tensor, Tensor | None]], proposal: Proposal
-) -> bool:
-    """Add the next token, and one after each draft token that was right; return False at the row's end.
-
-    Args:
-        logits: after the row's last token and after each draft token, [1, V]; with each the greedy choice
-            [1], where it is known already.
-    """
-    goes_on, steps = False, row.steps + 1
-    for place, (here, known) in enumerate(logits):
-        drafted = proposal.tokens[place] if place < len(proposal.tokens) else None
-        if drafted is None or proposal.drawn_from is None:
-            chosen = sampler.choose(here, [row], known)
-            right = int(chosen) == drafted
-        else:
-            p, q = distribution(sampler.adjusted(here, [row]), sampler.request), proposal.drawn_from[place]
-            uniform, spare = sampler.roll([row]), sampler.roll([row])
-            at = torch.tensor([drafted], device=p.device)
-            chosen, kept = accept(p, q.to(p), at, uniform, spare)
-            chosen, right = chosen.to(here.device), bool(kept)
-            sampler.report(here, chosen, [row])
-        goes_on = row.add(int(chosen), steps, sampler.ends.reason())
-        if not (goes_on and right):
-            break
-    return goes_on and len(row.ids) < sampler.request.max_new_tokens
-
-
 def check_draft(model: Transformer, draft: Transformer) -> None:
     """Refuse a draft model whose tokens are not the model's."""
     for name in ("family", "head", "vocab_size", "source_vocab_size"):
@@ -263,15 +202,6 @@ def check_mtp(model: Transformer, draft: str) -> None:
     refuse(
         not model.config.n_mtp_layers,
         'draft "mtp" is for a model with MTP layers: leave it out, or train with model.n_mtp_layers',
-    )
-
-
-def check_steps_back(*models: Transformer) -> None:
-    """Refuse models that cannot take a rejected token back."""
-    refuse(
-        not all(map(steps_back, models)),
-        "a layer of the model, or of its draft, keeps a state that cannot take a rejected token back: "
-        "leave lookup and draft out",
     )
 
 

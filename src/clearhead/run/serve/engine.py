@@ -30,7 +30,7 @@ from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.speculate import Proposal, verify
+from clearhead.run.generate.sequence import Proposal, verify
 from clearhead.run.serve import limits as limiting
 from clearhead.run.serve.adapters import Adapter, Updates
 from clearhead.run.serve.kv_cache import ALL

@@ -21,8 +21,15 @@ from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.decode import check_request
 from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
-from clearhead.run.generate.sequence import Sampler, Sequence, argmax, logprobs_of
-from clearhead.run.generate.speculate import Drafter, Proposal, Roll
+from clearhead.run.generate.sequence import (
+    Drafter,
+    Proposal,
+    Roll,
+    Sampler,
+    Sequence,
+    argmax,
+    logprobs_of,
+)
 from clearhead.run.generate.stream import agreed
 from clearhead.run.serve.adapters import Adapter
 from clearhead.run.serve.kv_cache import Chunk, Group, Pool, PrefixKey, States, Table, chain

@@ -15,11 +15,10 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.learn.tasks.generation import check_draft
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.prefill import steps_back
+from clearhead.run.generate.decode import check_steps_back, steps_back
+from clearhead.run.generate.sequence import Drafter
 from clearhead.run.generate.speculate import (
-    Drafter,
     DraftModel,
-    check_steps_back,
     drafters_for,
 )
 from clearhead.run.kernels.prepare import prepared
