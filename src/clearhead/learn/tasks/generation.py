@@ -184,7 +184,7 @@ def _continue(
     request: Request,
     prompts: Prompts,
     ends: Ends,
-    drafters: list[speculate.Drafter],
+    drafters: list[sequence.Drafter],
     on_text: OnText | None,
 ) -> list[Generation]:
     """Continue each prompt token by token, and tell `on_text` of text as soon as it is final."""
