@@ -30,7 +30,7 @@ from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
-from clearhead.run.generate.sequence import Proposal, verify
+from clearhead.run.generate.sequence import verify
 from clearhead.run.serve import limits as limiting
 from clearhead.run.serve.adapters import Adapter, Updates
 from clearhead.run.serve.kv_cache import ALL
@@ -400,10 +400,9 @@ class ServeEngine:
         for seq, own in rows.items():
             if seq.done:
                 continue
-            drafted = Proposal([]) if seq.drafts is None else seq.drafts.proposal
             goes_on, wrong, before = False, None, len(seq.ids)
             try:
-                goes_on = bool(seq.most) and verify(seq.sampler, seq, own, drafted)
+                goes_on = bool(seq.most) and verify(seq.sampler, seq, own, seq.proposal)
             except InputError as error:
                 wrong = error
             self.stats.new_tokens += len(seq.ids) - before + (seq.stop_reason == "eos")

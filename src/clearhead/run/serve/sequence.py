@@ -24,7 +24,6 @@ from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
 from clearhead.run.generate.sequence import (
     Drafter,
     Proposal,
-    Roll,
     Sampler,
     Sequence,
     argmax,
@@ -88,20 +87,6 @@ class DraftTokens:
             if draft != came:
                 break
         self.start, self.read, self.found = len(tokens), 0, []
-
-    def propose(self, tokens: list[int], most: int, roll: Roll) -> None:
-        """Propose up to `most` tokens that may follow `tokens`, which were compared before."""
-        self.found = self.drafter.propose(tokens, most, roll).tokens
-
-    @property
-    def proposal(self) -> Proposal:
-        """The draft tokens that this step verifies."""
-        return Proposal(self.found[: self.read])
-
-    def end(self, tokens: list[int]) -> tuple[int, int]:
-        """End a step; return how many were verified, and how many of them `tokens` has."""
-        read, self.read = self.read, 0
-        return read, agreed(self.found[:read], tokens[self.start :])
 
 
 class ServedSequence(Sequence):
@@ -230,13 +215,19 @@ class ServedSequence(Sequence):
             return self.tokens[start:stop]
         return self.drafts.found[start - len(self.tokens) :][:1]
 
+    @property
+    def proposal(self) -> Proposal:
+        """The draft tokens that this step verifies."""
+        return Proposal([] if self.drafts is None else self.drafts.found[: self.drafts.read])
+
     def end_drafts(self) -> tuple[int, int]:
         """Drop the keys of rejected draft tokens; return how many were verified, and how many accepted."""
         if self.drafts is None or not self.drafts.read:
             return 0, 0
         self.read = self.planned = min(self.read, len(self.tokens) - 1)
-        drafts, self.drafts = self.drafts, None if self.done else self.drafts
-        return drafts.end(self.tokens)
+        read, drafts = self.proposal.tokens, self.drafts
+        drafts.read, self.drafts = 0, None if self.done else drafts
+        return len(read), agreed(read, self.tokens[drafts.start :])
 
     def cancel(self) -> None:
         """Cancel the request; the engine frees its room at its next step."""

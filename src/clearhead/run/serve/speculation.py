@@ -115,7 +115,8 @@ class Speculation:
             most = min(most, seq.most_drafts)
         drafts.compare(seq.tokens)
         if self.draft is None:
-            drafts.propose(seq.tokens, most, lambda: torch.zeros(1))  # what is looked up is not drawn
+            # What is looked up is not drawn.
+            drafts.found = drafts.drafter.propose(seq.tokens, most, lambda: torch.zeros(1)).tokens
             return drafts
         try:
             self._draft(seq, drafts, self._paying(drafts, most, rows, tokens))
@@ -144,7 +145,7 @@ class Speculation:
             return torch.tensor([0.0 if dice is None else dice.roll()], dtype=torch.float64)
 
         unread, before = len(drafts.drafter.unread(seq.tokens)), time.thread_time()
-        drafts.propose(seq.tokens, count, roll)
+        drafts.found = drafts.drafter.propose(seq.tokens, count, roll).tokens
         if drafts.found and unread <= self.most + 1:  # else it read a text besides
             self.seconds = FORGOTTEN * self.seconds + time.thread_time() - before
             self.count = FORGOTTEN * self.count + len(drafts.found)
