@@ -50,7 +50,8 @@ def run_serve_mixes() -> None:
 
     Families, lengths, seeds, every option of a request, cancellations, shared beginnings, pools so small
     that requests are preempted; in turn plain, with draft tokens of the text itself, of a draft model, with
-    keys in 8 bits (in float64, where no last bit decides over a code) and with adapters that come and go.
+    keys in 8 bits (in float64, where no last bit decides over a code) and with adapters that come and go; and
+    of `generate`, an engine, a file and a beam of one, which must give one answer.
     Ends with an error at the first request that differs, or at a block that is not given back. With FIRST,
     the recorded run is continued.
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -248,23 +249,26 @@ def ways(served: dict[str, ch.Model]) -> dict[tuple[str, str], Callable[[int], S
         if shape not in ("states", "linear"):  # a state cannot take a rejected token back
             found[shape, "draft model"] = partial(mixed, m, draft=near(m), every=True)
         found[shape, "keys in 8 bits"] = partial(mixed, exact, cache="int8", every=True)
+        found[shape, "every way to ask"] = partial(asked_every_way, m)
         found[shape, "adapters"] = partial(mixed, m, tuned=pairs, every=True)
     return found
 
 
-def asked_every_way(m: ch.Model, seed: int, folder: Path) -> int:
-    """Ask a few random requests as `generate`, of an engine, in a file and as a beam; count the beams."""
-    draw, beams = random.Random(seed), 0
-    asked = [(text, options(draw)) for text in prompts(draw, 5)]
+def asked_every_way(m: ch.Model, seed: int) -> ServeEngine:
+    """Ask a few random requests as `generate`, of an engine, in a file, and greedy ones as a beam of one."""
+    draw = random.Random(seed)
+    plain, *texts = prompts(draw, 5)
+    asked = [(plain, {"max_new_tokens": 12}), *((text, options(draw)) for text in texts)]
     engine = ServeEngine(m, limits(draw))
     served = [engine.submit(text, wanted) for text, wanted in asked]
     while engine.busy:
         engine.step()
-    given, out = folder / f"{seed}.jsonl", folder / f"{seed}.out.jsonl"
     rows = [{"prompt": text, "temperature": 0, **_as_body(wanted)} for text, wanted in asked]
-    given.write_text("\n".join(map(json.dumps, rows)))
-    assert len(list(run_batch(ServeEngine(m, limits(draw)), "m", given, out))) == len(rows)
-    lines = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, out.open())}
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder, "in.jsonl"), Path(folder, "out.jsonl")
+        given.write_text("\n".join(map(json.dumps, rows)))
+        assert len(list(run_batch(ServeEngine(m, limits(draw)), "m", given, out))) == len(rows)
+        lines = {line["custom_id"]: line["response"]["body"] for line in map(json.loads, out.open())}
     for number, ((text, wanted), seq) in enumerate(zip(asked, served), start=1):
         alone, found = m.generate(text, num_beams=1, **wanted), seq.wait(0)
         said = f"seed {seed}, request {number}: {wanted}"
@@ -279,8 +283,7 @@ def asked_every_way(m: ch.Model, seed: int, folder: Path) -> int:
         request = replace(request, early_stopping=True)
         ((best,),) = beam_search(m.model, request, prompts_of(m, texts), ends)
         assert (best.ids, best.stop_reason) == (alone.ids, alone.stop_reason), said
-        beams += 1
-    return beams
+    return engine
 
 
 def _as_body(wanted: dict) -> dict:
