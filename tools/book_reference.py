@@ -40,6 +40,7 @@ KNOWN_AS = {
     "falcon_h1": "Falcon-H1",
     "nemotron_h": "Nemotron-H, Nemotron 3 Nano",
     "lfm2": "LFM2",
+    "llada": "LLaDA (masked diffusion)",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1",
     "glm4_moe_lite": "GLM-4-MoE-Lite (GLM-4.7-Flash)",
@@ -88,6 +89,8 @@ def tasks_of(name: str) -> str:
         return "transcribe"
     if name == "vit":
         return "classify (images), embed"
+    if name == "llada":
+        return "generate"
     first = {"decoder": "generate, chat", "encoder": "fill", "encoder-decoder": "generate, translate"}
     others = [] if family == "encoder-decoder" else [TASKS[head] for head in TASKS if head in heads]
     return ", ".join([first[family], *others, *(["embed"] if family == "encoder" else [])])

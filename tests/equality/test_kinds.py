@@ -57,7 +57,7 @@ BLOCKS = [
 
 
 RECURRENT = ("gated-delta", "mamba2", "hybrid", "conv")  # for decoders
-HALVES = ("low-rank", "global")  # for encoders
+HALVES = ("low-rank", "global", "block-causal")  # for encoders
 
 
 def model_of(attention, **choices) -> ch.Transformer | None:

@@ -12,7 +12,7 @@ import transformers
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.run.generate.request import UNKNOWN
+from clearhead.run.generate.own_rules import UNKNOWN
 from tests.parity import harness, seq2seq
 
 VOCABULARY, EOS, START = 23, 2, 3

@@ -254,7 +254,7 @@ VARIANTS = "clearhead.variants"
 # By the kind of a layer, or by positions that need an attention of their own.
 ATTENTIONS: Registry[Any] = Registry(
     {
-        **dict.fromkeys(("full", "window", "dilated", "strided", "blocks"), Attention),
+        **dict.fromkeys(("full", "window", "dilated", "strided", "blocks", "block-causal"), Attention),
         "global": f"{VARIANTS}.global_attention:GlobalAttention",
         **{"linear": f"{VARIANTS}.linear:LinearAttention", "low-rank": f"{VARIANTS}.linear:LowRankAttention"},
         **{"gated-delta": f"{VARIANTS}.gated_delta:DeltaLayer", "none": f"{VARIANTS}.halves:NoAttention"},

@@ -8,7 +8,7 @@ from typing import Any
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError
-from clearhead.hub import bert, gpt, hybrids, latent, llama, llava, mixtures, seq2seq, vision
+from clearhead.hub import bert, gpt, hybrids, latent, llada, llama, llava, mixtures, seq2seq, vision
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json_if_any
 from clearhead.hub.llava import ImagesTable
@@ -16,7 +16,7 @@ from clearhead.hub.vision import SECTIONS, Tower, TowersTable
 
 # Tables of each family. `nearest_to` tries them in this order and that of their files: of several that are
 # exact, the best known comes first.
-FAMILIES = (gpt, llama, mixtures, latent, hybrids, bert, vision, seq2seq)
+FAMILIES = (gpt, llama, mixtures, latent, hybrids, llada, bert, vision, seq2seq)
 TABLES = [table for family in FAMILIES for table in vars(family).values()]
 ARCHITECTURES: dict[str, Architecture] = {
     table.model_type: table for table in TABLES if isinstance(table, Architecture)

@@ -42,7 +42,7 @@ from clearhead.learn.parallel.shards import is_split
 from clearhead.run.generate import sequence
 from clearhead.run.generate.decode import steps_back
 from clearhead.run.generate.grammar import Grammars
-from clearhead.run.generate.request import own_options
+from clearhead.run.generate.own_rules import own_options
 from clearhead.run.generate.stream import agreed
 from clearhead.run.kernels.library import library
 from clearhead.run.kernels.lora import merged
@@ -51,6 +51,7 @@ from clearhead.run.kernels.prepare import prepared
 from clearhead.run.kernels.steps import Steps
 from clearhead.run.quant.layers import few_bits, quantized_parts
 from clearhead.variants.contexts import unwrapped
+from clearhead.variants.kinds import denoises
 
 
 class Prefix:
@@ -297,6 +298,16 @@ class Bundle:
         return self.labels or default_names(self.config.n_classes)
 
     @property
+    def mask_id(self) -> int:
+        """The id of the mask token."""
+        if "mask" not in self.special:
+            raise InputError(
+                f"{self.folder or 'this model'} names no mask token: state mask_token_id in config.json, or "
+                'set m.special["mask"]'
+            )
+        return self.special["mask"]
+
+    @property
     def stops(self) -> tuple[int, ...]:
         """Every id that ends a generated text."""
         return stop_ids(self.special, self._stated)
@@ -410,7 +421,7 @@ class Bundle:
         encoding = self.text_tokenizer.encode(clean(prompt))
         ids = list(encoding.ids)
         ended = len(ids) > 1 and encoding.special_tokens_mask[-1] and ids[-1] in self.stops
-        if self.config.family == "decoder" and ended:
+        if (self.config.family == "decoder" or denoises(self.config)) and ended:
             ids = ids[:-1]
         if not ids and "bos" in self.special:
             ids = [self.special["bos"]]
@@ -508,4 +519,6 @@ class Bundle:
         roles = ["bos", "eos", *(["pad"] if theirs.get("pad_token_id") is None else [])]
         if self.config.family == "encoder-decoder":
             roles.append("decoder_start")
+        if denoises(self.config):
+            roles.append("mask")
         return {f"{role}_token_id": self.special[role] for role in roles if role in self.special}

@@ -21,6 +21,7 @@ from clearhead.core.config import ModelConfig, StackSpec
 from clearhead.core.config.fields import passing
 from clearhead.core.config.kinds import FULL
 from clearhead.errors import ConfigError, InputError, nearest, refuse
+from clearhead.variants.kinds import block_length
 from clearhead.variants.presets import preset
 from clearhead.variants.steps import Pass, Step, model_steps
 
@@ -206,7 +207,7 @@ def bytes_of(dtype: str) -> int:
 
 def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = False) -> int:
     """Count the values that a cache holds; a ring has one slot more than its window, for what is not kept."""
-    if not spec.causal or (kind == "cross" and not spec.cross):
+    if not (spec.causal or block_length(spec)) or (kind == "cross" and not spec.cross):
         return 0
     total = 0
     for layer, seen in enumerate(spec.kinds):

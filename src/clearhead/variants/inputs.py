@@ -15,6 +15,7 @@ from clearhead.core.masks import TokenInfo, of_real
 from clearhead.core.stack import Inputs
 from clearhead.core.transformer import ARGUMENTS
 from clearhead.errors import InputError, nearest, refuse
+from clearhead.variants.kinds import block_length
 
 # What other libraries call an argument of `forward`, or what to do in its place.
 OTHER_NAMES = {
@@ -94,8 +95,12 @@ def call_mistakes(spec: StackSpec, inputs: Inputs, cache: Cache | None) -> Itera
         yield "packed documents have a question each: give global_mask, or unpack them"
     if cache is None:
         return
-    if not spec.causal:
+    size = block_length(spec)
+    if not spec.causal and size is None:
         yield "a cache was given to a model without a decoder: its tokens see each other, so call it without"
+    if size is not None and cache.length % size:
+        held = f"the cache holds {cache.length} tokens and blocks have {size}"
+        yield f"{held}: go on after a whole block (cache.crop)"
     if cache.rows not in (None, batch):
         held = f"the cache holds {cache.rows} rows and ids have {batch}"
         yield f"{held}: go on with the same rows, or reorder the cache"

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from clearhead.core.config import ModelConfig
 from clearhead.core.config.fields import Fields, StackSpec
 from clearhead.core.config.kinds import Kind, Rule, Windowed, near, with_sinks
 from clearhead.core.masks import TokenInfo
@@ -196,6 +197,31 @@ class Blocks(Kind):
                 yield f"{name} has {end} {getattr(self, end)}, and {unknown}"
         if self.repeat and not self.first:
             yield f"{name} has repeat {self.repeat}: set first, whom it repeats"
+
+
+@dataclass(frozen=True)
+class BlockCausal(Kind):
+    """Every key of the query's own block, and of the blocks before it (BD3-LM).
+
+    Tokens of a finished block never see later ones, so that a cache may hold them.
+    """
+
+    name = "block-causal"
+    both_sides = True
+    size: int = 4  # tokens of a block
+
+    def sees_all(self, length: int) -> bool:
+        """Return whether the rows are one block."""
+        return length <= self.size
+
+    def rule(self, causal: bool) -> Rule:
+        """Return the rule; see `Kind`."""
+        return lambda q, k, totals: k // self.size <= q // self.size
+
+    def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
+        """Yield what is wrong; see `Kind`."""
+        if {*stack.kinds} != {self}:
+            yield f"{self.of_layer(layer)} is undone by a layer that sees more: give every layer this kind"
 
 
 @dataclass(frozen=True)
@@ -475,6 +501,17 @@ class Latent(Kind):
             yield f"{name} makes keys for each of {stack.n_heads} heads: leave n_kv_heads out"
         if config.qk_norm != "none":
             yield f"{name} has norms on its latents: leave qk_norm {config.qk_norm} out"
+
+
+def block_length(spec: StackSpec) -> int | None:
+    """Return the tokens of a block, where attention is block-causal; in every layer or in none."""
+    kind = spec.kinds[0]
+    return kind.size if isinstance(kind, BlockCausal) else None
+
+
+def denoises(config: ModelConfig) -> bool:
+    """Return whether this is a diffusion language model: a bidirectional one that predicts masked tokens."""
+    return config.family == "encoder" and config.head == "lm" and config.input == "tokens"
 
 
 def shortened(kind: Kind, most: int) -> Kind:

@@ -103,6 +103,19 @@ _llama = ModelConfig(
 )
 _llama_3 = _llama.replace(vocab_size=128_256, n_kv_heads=8, max_positions=8192, rope_base=500_000.0)
 
+# LLaDA: a diffusion language model, whose tokens all see each other
+_llada = _llama_3.replace(
+    family="encoder",
+    head="lm",
+    vocab_size=126_464,
+    d_model=4096,
+    n_layers=32,
+    n_heads=32,
+    n_kv_heads=32,
+    d_ff=12_288,
+    max_positions=4096,
+)
+
 # gpt-oss: experts, sinks, every other layer with a window
 _gpt_oss = _llama_3.replace(
     vocab_size=201_088,
@@ -256,6 +269,7 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-1b-like": _llama,
     "llama-3-8b": _llama_3.replace(d_model=4096, n_layers=32, n_heads=32, d_ff=14_336),
     "llama-3-70b": _llama_3.replace(d_model=8192, n_layers=80, n_heads=64, d_ff=28_672),
+    "llada-8b": _llada,
     "gpt-oss-20b": _gpt_oss,
     "gpt-oss-120b": _gpt_oss.replace(n_layers=36, n_experts=128),
     "t5-small": _t5_small,

@@ -6,6 +6,7 @@
     strided(32)              keys nearer than 32, and every 32nd
     blocks(64, 3, 64, 0, 3)  blocks of 64: 3 around the query's own, 64 global tokens, 3 blocks at random
     global(257)              keys nearer than 257, and global tokens: the first, or those that a call names
+    block-causal(4)          every key of the query's own block of 4 and of earlier ones (block diffusion)
     linear(elu)              a feature map in place of the softmax: elu, relu, or favor (Performer)
     low-rank(64)             64 mixtures of all keys (Linformer)
     gated-delta              a memory that forgets and corrects itself (Gated DeltaNet)
@@ -175,6 +176,7 @@ def with_sinks(rule: Rule, sinks: int) -> Rule:
 VARIANTS = "clearhead.variants.kinds"
 OTHERS = {
     **{"dilated": "Dilated", "strided": "Strided", "blocks": "Blocks", "global": "GlobalKind"},
+    "block-causal": "BlockCausal",
     **{"linear": "LinearKind", "low-rank": "LowRank", "gated-delta": "GatedDeltaKind", "latent": "Latent"},
     **{"mamba2": "Mamba2Kind", "hybrid": "HybridKind", "conv": "ShortConvKind", "none": "NoKind"},
 }

@@ -336,6 +336,7 @@ class SpecialTokens:
 GENERATOR = SpecialTokens(
     {"eos": "<|endoftext|>", "bos": "<|endoftext|>", "pad": "<|pad|>", "unk": "<|unk|>"}
 )
+DIFFUSER = replace(GENERATOR, tokens={**GENERATOR.tokens, "mask": "<|mask|>"})
 READER = SpecialTokens(
     {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"},
     "[CLS] $A [SEP]",

@@ -9,6 +9,7 @@ its dtype.
     long         the same on long inputs, past every length at which a model changes what it does
     rows         kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler;
                  accumulated gradients, resumed runs
+    diffusion    blocks of a diffusion language model: their cache, blocks of 1 = autoregressive, the loss
     effects      contributions, scores and graphs add up; circuits of all edges and of none, one edge by hand,
                  integrated gradients; a dictionary computes its formula, and with its error changes nothing
 """
@@ -20,6 +21,7 @@ import torch
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
+from clearhead.inside.checks.diffusion import diffusion_rows
 from clearhead.inside.checks.effects import edge_rows, effects_rows, feature_rows
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
 from clearhead.inside.checks.rows import (
@@ -90,6 +92,7 @@ def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
     return [
         *formula_rows(inputs),
         *forward_rows(inputs),
+        *diffusion_rows(inputs),
         *training_rows(inputs),
         *inside_rows(inputs, compile),
         *effects_rows(inputs),

@@ -23,10 +23,12 @@ from clearhead.inside.checks.reference_inputs import (
     ReferenceInputs,
     ReferenceRow,
     bucket,
+    drawn_by,
     pairs,
     slope,
 )
 from clearhead.variants.kinds import (
+    BlockCausal,
     Blocks,
     Dilated,
     GatedDeltaKind,
@@ -41,8 +43,6 @@ from clearhead.variants.kinds import (
 )
 from clearhead.variants.linear import orthogonal_features
 
-MASK = 0x7FFFFFFF
-
 
 def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
     """Return True if a query at position q chooses the key at position k, in a row of `length` tokens."""
@@ -56,10 +56,12 @@ def sees(kind: Kind, q: int, k: int, length: int, causal: bool) -> bool:
             chosen = distance in range(0, kind.size * kind.step, kind.step)
         case Strided():
             chosen = distance < kind.step or distance % kind.step == 0
+        case BlockCausal():
+            chosen = k // kind.size <= q // kind.size
         case Blocks():
             mine, its = q // kind.size, k // kind.size
             blocks = mine + 1 if causal else math.ceil(length / kind.size)
-            drawn = [_drawn(kind.seed, mine, number) % max(blocks, 1) for number in range(kind.random)]
+            drawn = [drawn_by(kind.seed, mine, number) % max(blocks, 1) for number in range(kind.random)]
             near = abs(mine - its) <= kind.window // 2 or its in drawn
             everywhere = _globals(kind, length)
             chosen = near or length <= kind.full or q in everywhere or k in everywhere
@@ -98,14 +100,6 @@ def global_tokens_of(kind: GlobalKind, row: ReferenceRow) -> list[bool]:
     else:
         chosen = []
     return [t in chosen for t in range(len(row.real))]
-
-
-def _drawn(seed: int, block: int, number: int) -> int:
-    """Mix three numbers into one below 2^31."""
-    x = (block * 0x9E3779B1 + number * 0x85EBCA77 + seed * 0xC2B2AE3D + 1) & MASK
-    x = ((x ^ x >> 15) * 0x2C1B3C6D) & MASK
-    x = ((x ^ x >> 12) * 0x297A2D39) & MASK
-    return (x ^ x >> 15) & MASK
 
 
 def features(kind: LinearKind, x: Tensor, scale: float, count: int) -> Tensor:

@@ -298,3 +298,14 @@ def bucket(distance: int, both_sides: bool, config: ModelConfig) -> int:
         return first + away
     steps = math.log(away / exact) / math.log(config.relative_max_distance / exact) * (count - exact)
     return first + min(exact + int(steps), count - 1)
+
+
+MASK = 0x7FFFFFFF
+
+
+def drawn_by(seed: int, block: int, number: int) -> int:
+    """Mix three numbers into one below 2^31."""
+    x = (block * 0x9E3779B1 + number * 0x85EBCA77 + seed * 0xC2B2AE3D + 1) & MASK
+    x = ((x ^ x >> 15) * 0x2C1B3C6D) & MASK
+    x = ((x ^ x >> 12) * 0x297A2D39) & MASK
+    return (x ^ x >> 15) & MASK

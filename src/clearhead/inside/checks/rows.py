@@ -117,7 +117,9 @@ class Inputs:
         rows, length = rows or (2 if slow else 3), length or (8 if slow else 12)
         self.model, self.rows, self.kind = model, rows, plan.input
         self.sequences = plan.input in ("tokens", "vectors")  # rows that can be padded
-        self.caches = plan.input == "tokens" and config.head == "lm"  # the model can go on from a cache
+        self.caches = (
+            plan.input == "tokens" and config.head == "lm" and plan.causal
+        )  # the model can go on from a cache
         self.length = min(length, config.max_positions) if config.bounded else length
         self.device, self.dtype = weight.device, weight.dtype
         generator = torch.Generator().manual_seed(seed)

@@ -23,7 +23,7 @@ from clearhead.learn.batches.encoding import Setting
 from clearhead.learn.batches.ragged import Ints, blank, tensor
 
 IGNORE = -100  # a position without a target: cross-entropy's own default
-ORDER, OFFSET, BATCH = range(3)  # what random numbers are drawn for: no two purposes share theirs
+ORDER, OFFSET, BATCH, LEVEL = range(4)  # what random numbers are drawn for: no two purposes share theirs
 STEP = 8  # between two sizes, at least: attention masks are read in blocks of so many keys
 
 
@@ -46,6 +46,7 @@ class Batch:
     sampled: Tensor | None = None  # B T, log-probabilities of sampled tokens when they were sampled
     advantages: Tensor | None = None  # B, of sampled answers; in validation their rewards
     scores: Tensor | None = None  # B, of texts to be embedded: how alike they are
+    noise: Tensor | None = None  # B 2 T, of diffusion: uniform numbers that decide which tokens are masked
     numbers: Tensor | None = None  # B, the numbers of the examples, for logs and errors; stays on the CPU
 
     COUNTS: ClassVar[tuple[str, ...]] = ("n_targets", "n_shared", "n_tokens", "n_rows", "n_scored")
@@ -118,7 +119,7 @@ class Batch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a step reads, by name: what the model takes, and what the loss does."""
-        names = ("targets", "reference", "sampled", "advantages", "scores")
+        names = ("targets", "reference", "sampled", "advantages", "scores", "noise")
         others = {name: getattr(self, name) for name in names}
         return {**self.arguments(), **{name: tensor for name, tensor in others.items() if tensor is not None}}
 

@@ -38,11 +38,14 @@ from clearhead.learn.tasks.results import Generation, Score
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate import beam, sequence, speculate
 from clearhead.run.generate.decode import check_options, decode
-from clearhead.run.generate.request import ANSWER_TOKENS, Request, RequestOptions, make_request, with_own
+from clearhead.run.generate.diffusion import check_diffusion, denoise
+from clearhead.run.generate.own_rules import with_own
+from clearhead.run.generate.request import ANSWER_TOKENS, Request, RequestOptions, make_request
 from clearhead.run.generate.sequence import Ends, Prompts, logprobs_of
 from clearhead.run.generate.stream import TextStream
 from clearhead.variants.contexts import evaluating
 from clearhead.variants.inputs import check_stack_input
+from clearhead.variants.kinds import denoises
 
 Prompt = str | Sequence[int] | ImagePrompt
 OnText = Callable[[int, str], None]  # called with the row's number and the text that is new and final
@@ -122,6 +125,7 @@ def asked_for(
     )
     hooked = hooks != NO_HOOKS
     request = make_request(with_own(m.own_options, options, hooked))
+    check_diffusion(m.config, request, draft=hooks.draft)
     request.check_hooks(on_text=hooks.on_text, cancel=hooks.cancel, draft=hooks.draft)
     suffix = request.suffix
     if suffix:
@@ -202,8 +206,11 @@ def _continue(
     prefix = m.engine.take_prefix(runner) if request.reuse else None
     slots = prompts.longest + request.max_new_tokens
     cache = None if prefix is None else prefix.begin(prompts.keys(0), slots)
-    steps = None if drafters else m.engine.steps_for(runner, request.compile)
-    rows = decode(runner, request, prompts, ends, cache, steps, drafters)
+    if denoises(m.config):
+        rows = denoise(runner, request, prompts, m.mask_id, ends)
+    else:
+        steps = None if drafters else m.engine.steps_for(runner, request.compile)
+        rows = decode(runner, request, prompts, ends, cache, steps, drafters)
     if prefix is not None:
         prefix.end(rows[0])
         m.engine.prefix = prefix

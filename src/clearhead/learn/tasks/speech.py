@@ -42,7 +42,8 @@ from clearhead.learn.tasks.timestamps import (
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate import sequence
 from clearhead.run.generate.decode import decode
-from clearhead.run.generate.request import Request, make_request, with_own
+from clearhead.run.generate.own_rules import with_own
+from clearhead.run.generate.request import Request, make_request
 from clearhead.run.generate.sequence import Ends, Prompts
 from clearhead.variants.contexts import evaluating
 

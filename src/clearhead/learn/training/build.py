@@ -26,7 +26,7 @@ from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan
 from clearhead.learn.tasks.entries.align import KINDS
 from clearhead.learn.tasks.table import task_named
-from clearhead.learn.tasks.task import DECODER, Task
+from clearhead.learn.tasks.task import ENCODER_DECODER, Task
 from clearhead.learn.training.machine import room
 from clearhead.run.api import Model, load
 from clearhead.run.bundle import best_device
@@ -313,7 +313,7 @@ def _generation(recipe: Recipe, task: Task, special: Mapping[str, int], known: M
         return {}
     plan, roles = recipe.generate, ("bos", "eos", "pad", "decoder_start")
     settings = {f"{role}_token_id": special[role] for role in roles if role in special} | known.generation
-    if task.usual is DECODER:
+    if task.usual is not ENCODER_DECODER:
         settings |= {"max_new_tokens": plan.max_new_tokens, "do_sample": plan.temperature > 0}
         return settings | {"temperature": plan.temperature or 1.0, "top_p": plan.top_p}
     most = min(plan.max_new_tokens, known.config.max_positions)

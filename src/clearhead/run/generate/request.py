@@ -2,7 +2,7 @@
 
 A field of `Request` is the declaration. From it come the keywords of `Model.generate` (`RequestOptions`,
 compared with it by a test), the flags of the command (`app/commands/requests.py`), the fields of an HTTP body
-(`run/serve/protocol.py`), the rules of generation_config.json (`own_options`), what is refused, and the table
+(`run/serve/protocol.py`), the rules of a model's own (`own_rules.py`), what is refused, and the table
 of the documentation. Generation and serving read the request alone. This file needs no PyTorch.
 
 Shapes: B rows, V vocabulary.
@@ -10,7 +10,7 @@ Shapes: B rows, V vocabulary.
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
@@ -30,6 +30,7 @@ GROUPS = {  # of options, by what they are about, in the order of the command's 
     "token": "Tokens that must, or must not, be generated.",
     "structured": "Structured output: JSON schema, regular expression or grammar.",
     "infilling": "Fill-in-the-middle, by models of code.",
+    "diffusion": "Denoising, by masked and block diffusion language models.",
     "overflow": "Texts longer than the model's context.",
     "speculative": "Speculative decoding: the same text in fewer steps.",
     "speed": "Compilation, KV cache quantization, early exit; only early exit may change the text.",
@@ -49,6 +50,7 @@ class Bounds(NamedTuple):
         return (self.least < value if self.above else self.least <= value) and value <= self.most
 
 
+DENOISES = "diffusion models are not served: ask generate for it"
 MOST = 2**53  # of tokens, beams and the like: what every reader of JSON takes for the same number
 FROM_0 = Bounds(0, MOST, "must be a whole number, 0 or more, up to 2**53")
 FROM_1 = Bounds(1, MOST, "must be a whole number, 1 or more, up to 2**53")
@@ -264,6 +266,23 @@ class Request:
         http="suffix",
     )
 
+    denoising_steps: int | None = option(
+        None, "runs of the model for each block of masks; default: one for each token", "diffusion", FROM_1,
+        unserved=DENOISES,
+    )
+    unmasking: Literal["confidence", "random"] = option(
+        "confidence", "which tokens a step keeps: the most probable ones, or any; others are masked again",
+        "diffusion", unserved=DENOISES,
+    )
+    mask_schedule: Literal["linear", "cosine"] = option(
+        "linear", "how many tokens a step keeps: as many in each (linear), or few at first (cosine)",
+        "diffusion", unserved=DENOISES,
+    )
+    block_length: int | None = option(
+        None, "tokens that are denoised together; default: all, or those that the model was built for",
+        "diffusion", FROM_1, unserved=DENOISES,
+    )
+
     overflow: Literal["refuse", "window", "slide", "stream"] = option(
         "refuse", "a text too long for the model: refuse it, cut its prompt (window), compute its last "
         "tokens anew for each token (slide), or keep its first and its last ones alone (stream)", "overflow",
@@ -455,6 +474,10 @@ class RequestOptions(TypedDict, total=False):
     tool_calls: str | None
     skip_special_tokens: bool
     suffix: str | None
+    denoising_steps: int | None
+    unmasking: Literal["confidence", "random"]
+    mask_schedule: Literal["linear", "cosine"]
+    block_length: int | None
     overflow: Literal["refuse", "window", "slide", "stream"]
     sinks: int | None
     stream_window: int | None
@@ -477,6 +500,7 @@ SEQUENCES = [entry.name for entry in fields(Request) if "tuple[" in str(entry.ty
 FILTERS = {name: stated.keep for name, stated in OPTIONS.items() if stated.keep is not None}  # in this order
 DRAWING = ("temperature", *FILTERS)
 CONSTRAINTS = [name for name, stated in OPTIONS.items() if stated.group == "structured"] + ["tool_calls"]
+DIFFUSION = [name for name, stated in OPTIONS.items() if stated.group == "diffusion"]
 SEARCH = [name for name, stated in OPTIONS.items() if stated.group == "beam" and stated.own]
 NGRAMS = ("no_repeat_ngram", "no_repeat_source_ngram")
 HOOKS = ("on_text", "cancel", "draft")  # what a generation calls or runs; none of it is data
@@ -505,90 +529,3 @@ def make_request(options: Mapping[str, Any]) -> Request:
                 f'unknown option "{name}"{nearest(name, known)}: generate takes {", ".join(known)}'
             )
     return Request(**options)
-
-
-# A model's own rules of generation: generation_config.json, read as options of a request.
-#
-# Rules about what may be generated (forbidden and forced tokens, penalties, lengths) and how beams search
-# hold for every call that does not say otherwise. What the caller chooses stays with the caller: whether to
-# draw (`do_sample`, `temperature`, `top_k`, ...), how many results to give, and how long a text may be.
-
-UNKNOWN: dict[str, object] = {  # fields that change the text in ways we do not have; the value that is none
-    "constraints": None,
-    "dola_layers": None,
-    "encoder_repetition_penalty": 1,
-    "exponential_decay_length_penalty": None,
-    "force_words_ids": None,
-    "guidance_scale": 1,
-    "penalty_alpha": 0,
-    "remove_invalid_values": False,
-    "sequence_bias": None,
-    "token_healing": False,
-    "watermarking_config": None,
-}
-# Rules that a grammar has no room for: it says itself where a text ends, and may ask for one word twice.
-UNLESS_CONSTRAINED = ("forced_last", "min_length", "min_new_tokens", *NGRAMS)
-
-
-def own_options(
-    stated: Mapping[str, Any], special: Mapping[str, int], stops: Collection[int], size: int
-) -> dict[str, Any]:
-    """Return the options that a model states for itself, and refuse those that we do not have.
-
-    Args:
-        stated: generation_config.json, or, without one, config.json.
-        special: ids of special tokens by role; `forced_bos` goes before what is stated.
-        stops: ids that end a text.
-        size: tokens in the vocabulary.
-    """
-    for name, nothing in UNKNOWN.items():
-        value = stated.get(name)
-        refuse(
-            value is not None and value != nothing,
-            f"generation_config.json: {name} {value!r} changes what the model writes and is not known here: "
-            f'remove it from the file, or by m.generation.pop("{name}")',
-        )
-    start = stated.get("decoder_start_token_id")
-    refuse(
-        isinstance(start, list),
-        f"generation_config.json: decoder_start_token_id {start} is a list: every answer begins with one id",
-    )
-    named = {name: option.own for name, option in OPTIONS.items() if option.own}
-    own = {ours: stated[theirs] for ours, theirs in named.items() if stated.get(theirs) is not None}
-    if "forced_bos" in special:
-        own["forced_first"] = special["forced_bos"]
-    try:
-        if "forced_last" in own and not isinstance(own["forced_last"], list):
-            own["forced_last"] = [own["forced_last"]]
-        if "banned_sequences" in own:  # a text may end all the same
-            ends = [[token] for token in stops]
-            own["banned_sequences"] = [ids for ids in own["banned_sequences"] if ids not in ends]
-        for name in ("banned", "banned_first"):  # the reference passes over ids that no token has
-            if name in own:
-                own[name] = [token for token in own[name] if token in range(size)]
-        Request(**own)
-    except (InputError, TypeError) as error:
-        raise InputError(f"generation_config.json: {error}") from None
-    return own
-
-
-def with_own(own: Mapping[str, Any], options: Mapping[str, Any], hooked: bool = False) -> dict[str, Any]:
-    """Return the caller's options and, where they say nothing, the model's own.
-
-    Beams of the model's own give way to what excludes them (drawing, streaming, early exit, hooks), and their
-    groups to another number of beams. Rules about the length of a text and about repetition give way to a
-    grammar.
-    """
-    left_out: Collection[str] = ()
-    if "num_beams" in options:
-        left_out = ("num_beam_groups", "diversity_penalty")
-    elif (
-        hooked
-        or options.get("overflow") == "stream"
-        or any(options.get(name) for name in ("early_exit", "cache", *WATCHED))
-        or any(name in options for name in DRAWING)
-    ):
-        left_out = SEARCH
-    if any(options.get(name) is not None for name in CONSTRAINTS):
-        left_out = (*left_out, *UNLESS_CONSTRAINED)
-    return {**{name: value for name, value in own.items() if name not in left_out}, **options}

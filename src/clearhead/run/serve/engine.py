@@ -48,6 +48,7 @@ from clearhead.run.serve.sequence import (
     served_options,
 )
 from clearhead.run.serve.speculation import Speculation
+from clearhead.variants.kinds import denoises
 
 KEPT = 64  # requests that are remembered once they have ended
 STALLED = 30.0  # seconds without a step, with work to do, after which the engine counts as ill
@@ -180,6 +181,9 @@ class ServeEngine:
         Of `lookup` and `draft_tokens`, the smaller one bounds its draft tokens.
         """
         refuse(self.hears, f"this model reads sound, and no text: {fitting(self.m)}")
+        refuse(
+            denoises(self.m.config), "a diffusion model is not served: ask clearhead generate for its texts"
+        )
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
         assert self.pool is not None
         bare = prompt.prompt if isinstance(prompt, ImagePrompt) else prompt

@@ -6,7 +6,7 @@ Shapes: N examples, B rows, T tokens of the target, S tokens of the source.
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class TextTask(Task):
 
     row = Chunk
     guessed = False
-    reads = "vocabulary"
+    reads: ClassVar[Literal["vocabulary", "states"]] = "vocabulary"
 
     def encode(self, rows: Iterable[Chunk], encoder: Encoder) -> Iterator[Columns]:
         """Encode documents end to end, each followed by the separator; a single one by nothing.
