@@ -1,14 +1,11 @@
-"""Precision: the dtype in which sums and statistics are taken."""
+"""Precision: the dtype of sums, and the devices that have autocast, which a compiled step cannot ask."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-# Kinds of devices with autocast; a compiled step cannot ask.
-AUTOCAST = {
-    kind for kind in ("cpu", "cuda", "mps", "xpu", "mtia", "hpu") if torch.amp.is_autocast_available(kind)
-}
+AUTOCAST = {*filter(torch.amp.is_autocast_available, ("cpu", "cuda", "mps", "xpu", "mtia", "hpu"))}
 
 
 def wide(x: Tensor) -> Tensor:
@@ -23,5 +20,4 @@ def precise(x: Tensor) -> Tensor:
 
 def uncast(x: Tensor) -> AbstractContextManager[object]:
     """Return a `with` block in which autocast leaves matmuls of tensors like `x` in their own dtype."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if kind in AUTOCAST else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if x.device.type in AUTOCAST else nullcontext()
