@@ -148,6 +148,29 @@ def test_a_slope_is_what_a_small_cut_costs():
     assert float(whole) == pytest.approx(full - empty, rel=1e-4)
 
 
+def test_eap_ig_is_the_mean_of_small_cuts_on_the_way_of_the_input():
+    """Each point again in a plain pass: the embedding is moved for all readers, and one edge a little."""
+    model, small = build(n_layers=2, n_kv_heads=2), 1e-6
+    ids, other = (torch.tensor(row) for row in (CLEAN, CORRUPT))
+    (run,) = runs_of(ch.Model(model), [PromptPair(CLEAN, CORRUPT, 0, 1)], "logit", "resample", -1)
+    scores, graph = METHODS["eap-ig"](run, 3), run.graph
+    with torch.no_grad():
+        clean, corrupt = (plain(model, row, set(), {})[1] for row in (ids, other))
+        change = {name: corrupt[name] - clean[name] for name in clean}
+        starts = {("embedding", reader.name) for reader in graph.readers}
+        edges = graph.valid.nonzero()
+        for row, column in edges[edges[:, 1] > 0][::9].tolist():
+            writer, mean = graph.writers[column], 0.0
+            for share, weight in zip((0.5 - 0.15**0.5, 0.5, 0.5 + 0.15**0.5), (5 / 18, 8 / 18, 5 / 18)):
+                values = {"embedding": clean["embedding"] + share * change["embedding"]}
+                before, outputs = plain(model, ids, starts, values)
+                values[writer] = outputs[writer] + small * change[writer]
+                after, _ = plain(model, ids, starts | {(writer, graph.readers[row].name)}, values)
+                lost = (before - after)[-1, :2] / small
+                mean += weight * float(lost[0] - lost[1])
+            assert float(scores[row, column]) == pytest.approx(mean, abs=1e-5), graph.edge(row, column)
+
+
 def test_corrections_of_atp_are_what_heads_mix_when_one_edge_is_cut():
     model = build(n_kv_heads=2)
     (run,) = runs_of(ch.Model(model), [PromptPair(CLEAN, CORRUPT, 0, 1)], "logit", "resample", -1)
