@@ -101,7 +101,15 @@ def test_edits_change_the_features_that_are_named_and_nothing_else(kind, model):
     logits, out = edited(d.clamp({one: 1.5}))
     assert worst(out, seen[d.out] + (1.5 - a[..., [one]]) * d.W_dec[one]) < 1e-6
     assert worst(logits, clean) > 1e-3
-    for wrong in (lambda: d.steer(N, 1.0), lambda: d.ablate(-1), lambda: d.clamp({N: 0.0})):
+    for name in (str(one), f"1.{one}", f"feature 1.{one}@5"):
+        assert torch.equal(edited(d.clamp({name: 1.5}))[0], logits)
+    wrongs = (
+        lambda: d.steer(N, 1.0),
+        lambda: d.ablate(-1),
+        lambda: d.clamp({N: 0.0}),
+        lambda: d.ablate("0.1"),
+    )
+    for wrong in wrongs:
         with pytest.raises(InputError, match=f"0 to {N - 1}"):
             wrong()
     cross = drawn("crosscoder", reads=("blocks.0.resid_post", "blocks.1.resid_post"))

@@ -3,7 +3,7 @@
     dictionary = load("features/")
     a = dictionary.encode(x)                             # [..., n_features], almost all zero
     y = dictionary(x)                                    # decode(a), and x through the skip, where it has one
-    with ch.edit(m, dictionary.steer(17, 4.0)):          # also .ablate(17, 98), .clamp(17, 0.0)
+    with ch.edit(m, dictionary.steer(17, 4.0)):          # also .ablate(17, 98), .clamp({17: 0.0})
         m.generate("Once upon")
 
     autoencoder       reads an activation and writes the same one
@@ -46,6 +46,7 @@ HOOKS = {
     "feedforward.out": "hook_mlp_out",
 }
 WHOLE = ("embedding", "hidden", "feedforward.pre", "cross.out", *HOOKS)  # taps [B, T, D] of every token
+Name = int | str  # of a feature: 17, "17", or as a graph names it, "3.17" and "feature 3.17@5"
 Changes = dict[str, Callable[[Tensor], Tensor | None]]  # what `ch.edit` takes
 
 
@@ -172,16 +173,16 @@ class Dictionary(nn.Module):
         """Split something of the size that it writes by activation: [..., O]."""
         return dict(zip(self.writes, torch.split(y, self.d_out // len(self.writes), -1)))
 
-    def steer(self, feature: int, strength: float) -> Changes:
+    def steer(self, feature: Name, strength: float) -> Changes:
         """Return an edit that adds `strength` times a feature's direction at every token."""
         added = self.parts(strength * self.W_dec[self._find(feature)].detach())
         return {tap: partial(_add, delta=delta) for tap, delta in added.items()}
 
-    def ablate(self, *features: int) -> Changes:
+    def ablate(self, *features: Name) -> Changes:
         """Return an edit that takes features out, where they are active."""
         return self.clamp({self._find(feature): 0.0 for feature in features})
 
-    def clamp(self, values: Mapping[int, float]) -> Changes:
+    def clamp(self, values: Mapping[int, float] | Mapping[str, float]) -> Changes:
         """Return an edit that sets features to a value at every token; what is no feature stays as it was."""
         chosen = [self._find(feature) for feature in values]
         wanted = torch.tensor(list(values.values()))
@@ -215,11 +216,13 @@ class Dictionary(nn.Module):
 
         return {self.out: put} if self.at == self.out else {self.at: take, self.out: put}
 
-    def _find(self, feature: int) -> int:
-        """Return the number of a feature, if there is one."""
-        known = isinstance(feature, int) and 0 <= feature < self.n_features
-        refuse(not known, f"there is no feature {feature}: they are 0 to {self.n_features - 1}")
-        return feature
+    def _find(self, feature: Name) -> int:
+        """Return the number of a feature, by its number or a name, if there is one."""
+        layer, _, number = str(feature).removeprefix("feature ").partition("@")[0].rpartition(".")
+        layers = {tap.replace("blocks.", "").removesuffix(".out").rpartition(".")[0] for tap in self.writes}
+        known = number.isdecimal() and int(number) < self.n_features and layer in {"", *layers}
+        refuse(not known, f"there is no feature {feature}: they are 0 to {self.n_features - 1} of {self.out}")
+        return int(number)
 
     # On disk ------------------------------------------------------------------------------------------------
 
