@@ -4,21 +4,27 @@ import base64
 import http.client
 import io
 import json
+import time
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import clearhead as ch
 from clearhead.app.explorer import app as routes
 from clearhead.app.explorer.app import HEADERS, is_loopback
+from clearhead.app.explorer.dictionaries import dictionaries_of, strongest_feature
 from clearhead.app.explorer.interventions import ablated
 from clearhead.app.explorer.record import page_files, record
 from clearhead.app.explorer.session import KEPT, Opened, Session, named_roles
 from clearhead.app.explorer.views import begin
 from clearhead.app.views import page_view as view
+from clearhead.errors import InputError
+from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.heads import MIXED, head_roles
 from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
+from tests.harness import build
 
 pytestmark = pytest.mark.ledger("F2", "K2")
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
@@ -355,3 +361,36 @@ def test_images_of_any_kind(server):
         if mode == "RGB":
             expected = view(begin(toy("vit"), exact), "next")
             assert server.json(f"run/{about['run']}/next?position=0")["logits"] == expected["logits"]
+
+
+def test_features_of_a_dictionary_are_nodes_and_are_named(tmp_path):
+    """A dictionary in the model's directory is the graph's and the story's; another model's is refused."""
+    torch.manual_seed(0)
+    folder, ends = tmp_path / "model", ("blocks.1.feedforward.in", "blocks.1.feedforward.out")
+    own = Dictionary("transcoder", ends[:1], ends[1:], 24, 24, 16, k=4)
+    for weight in own.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    toy("decoder").save(folder)
+    own.save(folder / "features")
+    with serving(Opened("model", lambda: ch.load(folder))) as served:
+        while served.session.models[0].m is None:
+            time.sleep(0.01)
+        m = served.session.model()
+        about = served.json("run", {"text": TEXTS["decoder"]})
+        asked = f"run/{about['run']}/%s?position={about['position']}"
+        nodes = served.json(asked % "graph")["nodes"]
+        run = served.session.run(about["run"])
+    found = ch.graph(m, TEXTS["decoder"], nodes=40, candidates=150, features=[own])
+    shown = {node["id"] for node in nodes if node["kind"] == "feature"}
+    assert shown and shown <= {node.id for node in found.nodes if node.kind == "feature"}
+    assert all(node["fired"] for node in nodes if node["kind"] == "feature")
+    with torch.no_grad(), ch.record(m.model, own.at) as seen:
+        m.model(torch.tensor([run.prepared.tokens.ids]))
+        added = own.encode(seen[own.at][0, 5]) * own.W_dec.norm(dim=1)
+    strongest = strongest_feature(run, "feedforward:1", 5)
+    assert strongest is not None and strongest["name"] == f"1.{int(added.argmax())}" and strongest["fired"]
+    assert strongest_feature(run, "feedforward:0", 5) is None
+    own.save(tmp_path / "named")
+    with pytest.raises(InputError, match="another model"):
+        dictionaries_of(ch.Model(build(d_model=16, n_heads=2)), [tmp_path / "named"])
+    assert dictionaries_of(ch.Model(build(d_model=16, n_heads=2))) == ()

@@ -144,6 +144,11 @@ def _dictionaries(model: Transformer, features: Sequence[str | Path | Dictionary
     return found
 
 
+def refuse_unfit(model: Transformer, features: Sequence[Dictionary]) -> None:
+    """Refuse dictionaries of which a graph of this model takes none."""
+    _dictionaries(model, features)
+
+
 def _influence(tables: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the influence of each node [N], and of each edge of all kinds [N + 1, N]."""
     sizes = torch.stack(list(tables.values())).abs().sum(0)

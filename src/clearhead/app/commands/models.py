@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import clearhead as ch
 from clearhead.app.commands.common import Folder, check_inputs, load_model, print_notes
 from clearhead.app.report import table
-from clearhead.app.views import View
+from clearhead.app.views import Repeated, View
 from clearhead.errors import CheckpointError, InputError, MissingExtraError, nearest, refuse
 from clearhead.labs.lab import EXPERIMENTS
 
@@ -142,6 +142,7 @@ def explore(
     pair: str | None = None,
     compare: Path | None = None,
     tokenizer: Path | None = None,
+    features: Repeated = (),
     export: Path | None = None,
     host: str = "127.0.0.1",
     port: int = 8321,
@@ -152,6 +153,8 @@ def explore(
     Args:
         text: what the page begins with; an image file for a model of images
         compare (DIR): a second model, to see side by side
+        features (FOLDER): a sparse dictionary of a feed-forward, whose features become nodes of the
+            graph; may be given several times; default: those in folders of DIR
         export (FILE.html): write one self-contained page with this text, and open nothing
         no_open: do not open the browser
 
@@ -161,21 +164,30 @@ def explore(
       clearhead explore my-model/ --compare other-model/ --port 9000 --no-open
     """
     check_inputs(folder)
+    from clearhead.app.explorer.dictionaries import dictionaries_of
     from clearhead.app.explorer.session import Opened, Session, first_given, starting_example
+    from clearhead.inside.features.dictionary import load
 
     if export is not None:
         from clearhead.app.explorer import findings, record
 
         model = load_model(folder, tokenizer=tokenizer)
         given, second = first_given(model, text)
+        known = dictionaries_of(model, features)
         named = (folder.name or str(folder), given, target, pair or second)
-        print(record.export(record.record(model, *named, examples=findings.findings(model)), export))
+        made = record.record(model, *named, examples=findings.findings(model), features=known)
+        print(record.export(made, export))
         return
     from clearhead.hub.checkpoint import describe
 
     describe(folder)  # a directory without a model is refused at once, not on the page
     example = starting_example(text, target, pair)
-    models = [Opened(folder.resolve().name, lambda: load_model(folder, tokenizer=tokenizer), example)]
+    folders = [Path(each) for each in features]
+    for each in folders:
+        load(each)  # what cannot be opened is refused at once, too
+    models = [
+        Opened(folder.resolve().name, lambda: load_model(folder, tokenizer=tokenizer), example, folders)
+    ]
     if compare is not None:
         describe(compare)
         models.append(Opened(compare.resolve().name, lambda: load_model(compare)))

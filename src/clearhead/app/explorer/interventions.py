@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from clearhead.app.explorer.dictionaries import known_features, strongest_feature
 from clearhead.app.explorer.findings import own_texts
 from clearhead.app.explorer.views import PageRun, packed_floats, short
 from clearhead.errors import InputError, refuse
@@ -130,8 +131,14 @@ def _groups(run: PageRun, names: list[str], position: int) -> list[list[str]]:
 
 
 def story(run: PageRun, position: int = -1, token: int | None = None) -> dict[str, Any]:
-    """Return which parts an answer rests on, in a sentence; candidates are removed one by one."""
-    return explain(run.m, run.prepared, token, position, on_progress=run.progress).to_dict()
+    """Return which parts an answer rests on, in a sentence; candidates are removed one by one.
+
+    Where a feed-forward leads and has a dictionary, its strongest feature at the answer's token is named.
+    """
+    told = explain(run.m, run.prepared, token, position, on_progress=run.progress)
+    by_token = len(run.choices.columns) == len(run.prepared.tokens)
+    feature = strongest_feature(run, told.effects[0].name, told.column) if by_token else None
+    return told.to_dict() | {"feature": feature}
 
 
 def patches(
@@ -183,6 +190,7 @@ def graph_of(
     in an order in which the first so many always lead to the choice, the most influential first.
     """
     options: dict[str, Any] = {"neurons": neurons > 0, "scores": scores > 0, "nodes": GRAPH_NODES}
+    options["features"] = run.features()
     options |= {"candidates": GRAPH_CANDIDATES, "on_progress": run.progress}
     found = graph(run.m, run.prepared, token, position, against=against, **options)
     edges = _from_the_answer(list(found.edges))[:GRAPH_EDGES]
@@ -193,6 +201,7 @@ def graph_of(
     shown = ("id", "kind", "layer", "position", "label", "stack")
     units = [node.id.split()[1].split("@")[0] for node in nodes if node.kind == "neuron"]
     known = _known_neurons(_corpus_of(run) if units else None, units)
+    known |= known_features(run, [node.id[8:].split("@")[0] for node in nodes if node.kind == "feature"])
     body["nodes"] = [
         {name: getattr(node, name) for name in shown}
         | {"value": short(node.value)}

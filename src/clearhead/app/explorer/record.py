@@ -29,6 +29,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import CheckpointError, ClearheadError, InputError, refuse
 from clearhead.hub.files import write_text
 from clearhead.inside import names
+from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.interventions import single_parts
 from clearhead.run.api import Model
 from clearhead.variants.costs import cost
@@ -136,9 +137,11 @@ def record(
     pair: str | None = None,
     roles: dict[str, str] | None = None,
     examples: Examples = (),
+    features: Sequence[Dictionary] = (),
 ) -> dict[str, Any]:
     """Run a model and return the run with all its views, as the page reads them from a file."""
     run = replace(begin(m, given, target, pair), roles=lambda: roles or {})
+    run = replace(run, features=lambda: tuple(features))
     return record_run(run, name, examples=examples)
 
 

@@ -17,12 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from clearhead.app.explorer.dictionaries import dictionaries_of
 from clearhead.app.explorer.findings import best_example, findings, shapes
 from clearhead.app.explorer.interventions import fired
 from clearhead.app.explorer.views import TASKS, OnPart, PageRun, begin, model_view, tokens_view
 from clearhead.app.views import page_view
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.preprocessor import read_image
+from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
 from clearhead.inside.memories import ReadCorpus
@@ -45,8 +47,15 @@ KEPT_JOBS = 32
 class Opened:
     """One model of the page; it may still be loading."""
 
-    def __init__(self, name: str, opener: Callable[[], Model], example: dict[str, Any] | None = None) -> None:
-        self.name, self.opener, self.example = name, opener, example
+    def __init__(
+        self,
+        name: str,
+        opener: Callable[[], Model],
+        example: dict[str, Any] | None = None,
+        features: Sequence[Path] = (),
+    ) -> None:
+        self.name, self.opener, self.example, self.named = name, opener, example, tuple(features)
+        self.features: tuple[Dictionary, ...] = ()
         self.m: Model | None = None
         self.says, self.failed = f"loading {name}", False
         self.roles: dict[str, str] | None = None
@@ -65,6 +74,7 @@ class Opened:
         """Load the model; keep what goes wrong as one line."""
         try:
             m = self.opener()
+            self.features = dictionaries_of(m, self.named)
             self.example = self.example or first_example(m)
             self.m = m  # from here on it is ready
         except Exception as error:  # the page must say it, whatever it is
@@ -225,6 +235,7 @@ class Session:
         with self.lock:
             run = begin(m, given, target or None, pair or None)
             known = replace(run, number=number, roles=lambda: opened.roles or {}, corpus=opened.corpus)
+            known = replace(known, features=lambda: opened.features)
             return self.keep(replace(known, others=self.run))
 
     def tokens(self, body: dict[str, Any]) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.tokens.text import decoded, stages
 from clearhead.inside.attention import LayerMap, attention, mean_entropy
 from clearhead.inside.attribution import looks, paths, reads
+from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.held import refuse_bent
 from clearhead.inside.inputs import (
     CachedPass,
@@ -193,6 +194,7 @@ class PageRun:
     corpus: Callable[[], ReadCorpus | None] | None = field(
         default=None, compare=False
     )  # see `interventions.fired`
+    features: Callable[[], tuple[Dictionary, ...]] = field(default=tuple, compare=False)  # of feed-forwards
     number: int = 0  # of the model, where the page has two
     others: Callable[[str], PageRun] = field(default=_alone, compare=False)
     progress: OnPart = field(default=lambda done, total, part=None: None, compare=False)

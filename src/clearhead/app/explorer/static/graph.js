@@ -17,6 +17,8 @@ const GRAPH_ROW_LEAST = 14;
 const GRAPH_GAP = 6; // and between columns, at least
 const GRAPH_WAYS = { value: "value", key: "key", query: "query" };
 
+const GRAPH_UNTESTED = ["feature", "error", "skip", "group"]; // kinds of nodes whose edges have no test
+
 const graphKey = (edge) => `${edge.source}>${edge.target}>${edge.kind}`;
 
 /** A node's name and its second line: a head's role, what fires a neuron. */
@@ -25,14 +27,14 @@ function graphName(node, roles, narrow) {
   const [kind, rest] = name.includes(" ") ? name.split(" ") : ["head", name];
   if (node.kind === "logit") return [node.label, ""];
   if (node.kind === "embedding") return [node.label, ""];
-  const words = narrow ? { head: "", feedforward: "ff", neuron: "n" } : { head: "head", feedforward: "feed-forward", neuron: "neuron" };
+  const words = narrow ? { head: "", feedforward: "ff", neuron: "n" } : { head: "head", feedforward: "feed-forward", neuron: "neuron", feature: "feature", error: "rest of", skip: "linear part of" };
   const more = node.kind === "head" ? roles[name] : node.fired?.length ? `at “${node.fired[0].token.trim()}”` : "";
   return [`${words[kind] ?? kind} ${rest}`.trim(), more || ""];
 }
 
 /** A node in a sentence. */
 function graphWords(node) {
-  const name = node.id.split("@")[0].replace("feedforward", "feed-forward");
+  const name = node.id.split("@")[0].replace("feedforward", "feed-forward").replace("error", "what no feature says of feed-forward").replace("skip", "the linear part of feed-forward");
   if (node.kind === "logit") return ["the logit of ", el("span", { class: "mono" }, node.label)];
   if (node.kind === "embedding") return ["the embedding of ", el("span", { class: "mono" }, node.label), el("span", { class: "soft" }, ` ${node.position}`)];
   return [node.kind === "head" ? `head ${name}` : name, " at ", el("span", { class: "mono" }, node.label), el("span", { class: "soft" }, ` ${node.position}`)];
@@ -193,7 +195,7 @@ export const graphSection = {
         const key = graphKey(edge);
         const found = tested.get(key);
         const number = (name, words, value) => el("td", { class: "number", "data-name": words, [`data-${name}`]: value ?? null }, value === null || value === undefined ? "" : signed(value));
-        const can = app.source.has(testPath(run, edge));
+        const can = app.source.has(testPath(run, edge)) && ![edge.source, edge.target].some((id) => GRAPH_UNTESTED.includes(node(id).kind));
         return el(
           "tr",
           { "data-edge": key, class: chosen === key ? "path-row" : null },
@@ -233,7 +235,7 @@ export const graphSection = {
       const mine = body;
       for (const edge of shown().edges) {
         if (body !== mine || !root.offsetParent) return;
-        if (!tested.has(graphKey(edge)) && app.source.has(testPath(app.store.get("run"), edge))) await test(edge);
+        if (!tested.has(graphKey(edge)) && ![edge.source, edge.target].some((id) => GRAPH_UNTESTED.includes(node(id).kind)) && app.source.has(testPath(app.store.get("run"), edge))) await test(edge);
       }
     }
 

@@ -6,7 +6,7 @@ import { el, figure, percent, replace, signed, svg, wholeWord } from "./dom.js";
 import { asks, whenNear } from "./query.js";
 import { saveButtons } from "./picture.js";
 import { askedOf, columnOf, leadingEdge } from "./selection.js";
-import { shareButton, storyWords } from "./share.js";
+import { featureWords, shareButton, storyWords } from "./share.js";
 import { LensTables } from "./source.js";
 
 const PATH_COLUMN = 58; // pixels of a column; where not all fit, those that matter get one
@@ -216,7 +216,7 @@ export const pathSection = {
     function showFinding(direct) {
       const edge = direct[chosen] || (story || !testing.root.hidden ? null : leading); // where nothing can be removed, the strongest arc
       if (edge) return replace(finding, el("p", { class: "path-said" }, arcWords(edge)), el("div", { class: "path-acts" }, actsOf(edge, direct.indexOf(edge), edge === direct[chosen])));
-      if (story) return replace(finding, storyWords(story), el("div", { class: "path-acts" }, storyActs(direct)));
+      if (story) return replace(finding, storyWords(story), story.feature ? featureWords(story.feature) : null, el("div", { class: "path-acts" }, storyActs(direct)));
       return replace(finding, testing.root);
     }
 

@@ -14,6 +14,12 @@ export function storyWords(story) {
   return el("p", { class: "path-said", id: "story", "data-part": story.effects[0].name, "data-head": story.head?.name, "data-before": story.before, "data-after": story.effects[0].after }, parts.map(said));
 }
 
+/** The strongest feature of the feed-forward that the story names, by what fires it. */
+export function featureWords(feature) {
+  const places = feature.fired.flatMap(({ before, token, after }, place) => [place ? ", " : null, el("span", { class: "mono", dir: "auto" }, before.slice(-16), el("mark", {}, token), after.slice(0, 10))]);
+  return el("p", { class: "soft", id: "story-feature", "data-feature": feature.name }, "Its strongest feature here, ", el("strong", {}, feature.name), places.length ? ", fires at " : null, places, feature.promotes.length ? [" and promotes ", el("span", { class: "mono", dir: "auto" }, feature.promotes.slice(0, 3).join("  "))] : null, ".");
+}
+
 /** Lines of words, each of so many letters at most. */
 function linesOf(text, most) {
   const lines = [""];
