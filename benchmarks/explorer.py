@@ -206,14 +206,16 @@ PLAYED = """async (seconds) => {
     const taken = stamps.slice(1).map((stamp, place) => stamp - stamps[place]).sort((a, b) => a - b);
     const fps = (1000 * taken.length) / (stamps.at(-1) - stamps[0]);
     const late = taken.filter((one) => one > 25).length / taken.length;
-    found.push({ scene: button.dataset.scene, fps, late });
+    found.push({ scene: button.dataset.scene, fps, late, frames: taken.length });
   }
   return found;
 }"""
 
 
 def play_frames(browser: Browser, m: ch.Model, given: dict[str, object], title: str) -> dict[str, object]:
-    """Frames a second in each scene of Play, and the share of frames that came late, by their timestamps."""
+    """Frames a second in each scene of Play, the share of frames that came late, by their timestamps, and
+    what a frame takes of the page's own time: script, style and layout, without painting in software.
+    """
     shown = Opened(title, lambda: m, given)
     shown.roles, shown.findings = {}, []
     with serving(shown) as (_, url):
@@ -223,14 +225,28 @@ def play_frames(browser: Browser, m: ch.Model, given: dict[str, object], title: 
         page.evaluate("() => clearhead.open('play')")
         until(page, "() => document.querySelectorAll('.play-scenes button').length > 8", 300)
         page.wait_for_timeout(1500)
+        session = page.context.new_cdp_session(page)
+        session.send("Performance.enable")
+        before = {
+            entry["name"]: entry["value"] for entry in session.send("Performance.getMetrics")["metrics"]
+        }
         scenes = page.evaluate(PLAYED, WATCHED)
+        after = {entry["name"]: entry["value"] for entry in session.send("Performance.getMetrics")["metrics"]}
         page.close()
     rates = [scene["fps"] for scene in scenes]
+    frames = sum(scene["frames"] for scene in scenes)
+    taken = {
+        f"{part.lower()}_ms_a_frame": round(
+            1000 * (after[f"{name}Duration"] - before[f"{name}Duration"]) / frames, 2
+        )
+        for part, name in {"script": "Script", "style": "RecalcStyle", "layout": "Layout"}.items()
+    }
     return {
         "title": f"play: {title}",
         "scenes": len(scenes),
         "median_fps": round(statistics.median(rates), 1),
         "least_fps": round(min(rates), 1),
+        **taken,
         "late_frames": round(max(scene["late"] for scene in scenes), 3),
     }
 

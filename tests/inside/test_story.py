@@ -6,11 +6,14 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.inside.ablation import effect
+from clearhead.inside import interventions
+from clearhead.inside.ablation import effect, effect_of_each
 from clearhead.inside.inputs import prepare
 from clearhead.inside.interventions import Resumed, Site, patched_scores, single_parts
 from clearhead.inside.story import explain, percent
 from tests.explorer.toys import picture, toy
+from tests.harness import build
+from tests.inside.test_lens import IDS
 
 pytestmark = pytest.mark.ledger("X4")
 INPUTS = {
@@ -92,3 +95,16 @@ def test_rows_that_resume_are_rows_that_run_whole():
         with torch.no_grad(), ch.edit(m.model, changes):
             whole = m.model(prepared.main).logits[0, -1]
         torch.testing.assert_close(scores, whole, atol=1e-5, rtol=0)
+
+
+def test_parts_that_were_removed_once_are_known(monkeypatch):
+    """Effects of parts that the story removed are the same, and take no pass; others are computed."""
+    model, known = ch.Model(build()), dict[str, torch.Tensor]()
+    told = explain(model, IDS, known=known)
+    tried = [effect.name for effect in told.effects]
+    assert known.keys() == {"whole", *tried}
+    fresh = effect_of_each(model, IDS, position=-1, parts=[*tried, "layer:0"])
+    again = effect_of_each(model, IDS, position=-1, parts=[*tried, "layer:0"], known=known)
+    assert again.kl == pytest.approx(fresh.kl, abs=1e-6)
+    monkeypatch.setattr(interventions, "patched_scores", None)
+    assert effect_of_each(model, IDS, position=-1, parts=[*tried, "layer:0"], known=known).kl == again.kl

@@ -40,6 +40,7 @@ from clearhead.inside.interventions import (
     find_parts,
     means_of,
     patched_scores,
+    removed_scores,
     replacing,
     single_parts,
 )
@@ -350,13 +351,18 @@ def _effects(
     position: int | None,
     top: int,
     on_progress: OnRows = lambda done, total: None,
+    known: dict[str, Tensor] | None = None,
 ) -> dict[str, Effect]:
     """Return what changes without each of some groups of parts, as rows of batched passes."""
     refuse(top < 1, f"top {top} must be 1 or more")
     where, choices = readout_position(prepared, position), choices_of(prepared)
     means = means_for(how, means, lambda: means_of(prepared.model, [prepared.arguments]))
-    rows: list[Sequence[Site]] = [(), *(sites for _, sites in parts.values())]
-    before, *others = patched_scores(prepared, means or {}, rows, where or 0, on_progress)  # [1 + parts, C]
+    rows = {name: sites for name, (_, sites) in parts.items()}
+    if how == "zero":
+        scores = removed_scores(prepared, rows, where or 0, on_progress, known)  # [1 + parts, C]
+    else:
+        scores = patched_scores(prepared, means or {}, [(), *rows.values()], where or 0, on_progress)
+    before, *others = scores
     effects = {}
     for (part, (ablated, _)), after in zip(parts.items(), others):
         log_p, log_q = (x.double().log_softmax(-1) for x in (before, after))
@@ -417,13 +423,15 @@ def effect_of_each(
     top: int = 10,
     on_progress: OnRows = lambda done, total: None,
     parts: Sequence[str] | None = None,
+    known: dict[str, Tensor] | None = None,
 ) -> EachEffect:
     """Return the effect of each part alone; the arguments are `effect`'s.
 
-    `on_progress` is told how many parts are done, after each batch; `parts` names some, None: all.
+    `on_progress` is told how many parts are done, after each batch; `parts` names some, None: all. `known` is
+    as in `interventions.removed_scores`.
     """
     prepared = prepare(m, given, target, pair)
     every = single_parts(prepared.m.config)
     named = every if parts is None else parts
     groups = {name: find_parts(prepared.m.config, **every[name]) for name in named}
-    return EachEffect(_effects(prepared, groups, how, None, position, top, on_progress))
+    return EachEffect(_effects(prepared, groups, how, None, position, top, on_progress, known))

@@ -142,6 +142,25 @@ def patched_scores(
     return torch.cat(scores).cpu()[torch.tensor(order).argsort()]
 
 
+def removed_scores(
+    prepared: Prepared,
+    rows: Mapping[str, Sequence[Site]],
+    column: int = -1,
+    on_progress: OnRows = lambda done, total: None,
+    known: dict[str, Tensor] | None = None,
+) -> Tensor:
+    """Return one column's scores of the model, and without each named part, set to zero: [1 + parts, N].
+
+    `known` keeps rows between calls of the same input and column: what is in it is not computed again.
+    """
+    rows, known = {"whole": (), **rows}, {} if known is None else known
+    missing = [name for name in rows if name not in known]
+    if missing:
+        scores = patched_scores(prepared, {}, [rows[name] for name in missing], column, on_progress)
+        known.update(zip(missing, scores))
+    return torch.stack([known[name] for name in rows])
+
+
 @dataclass(frozen=True)
 class Resumed:
     """A pass of one stack whose streams are kept: rows that change a late layer run from there on."""

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from clearhead.errors import ClearheadError
 from clearhead.inside import names
 from clearhead.inside.attribution import Edge, Paths, paths
 from clearhead.inside.inputs import AnyModel, Given, Prepared, Target, choices_of, find_column, prepare
-from clearhead.inside.interventions import OnRows, find_parts, patched_scores, single_parts
+from clearhead.inside.interventions import OnRows, find_parts, removed_scores, single_parts
 from clearhead.inside.logit_attribution import LogitQuery
 from clearhead.inside.results import Result
 from clearhead.variants.contexts import evaluating, record, tap_names
@@ -141,11 +142,13 @@ def explain(
     pair: str | None = None,
     *,
     everything: bool = False,
+    known: dict[str, Tensor] | None = None,
     on_progress: OnRows = lambda done, total: None,
 ) -> Story:
     """Return which parts an answer rests on; the arguments are `contributions`'.
 
-    `everything` tries every part, not candidates alone; `on_progress` is told how many are done.
+    `everything` tries every part, not candidates alone; `on_progress` is told how many are done. `known` is
+    as in `interventions.removed_scores`.
     """
     prepared = prepare(m, given, target, pair)
     choices, config = choices_of(prepared), prepared.m.config
@@ -154,8 +157,8 @@ def explain(
     carried = _paths(prepared, choice, column)
     parts = {name: part for name, part in single_parts(config).items() if not name.startswith("layer:")}
     tried = list(parts) if everything else candidates(prepared, column, choice, list(parts), carried)
-    rows = [[], *(find_parts(config, **parts[name])[1] for name in tried)]
-    scores = patched_scores(prepared, {}, rows, column, on_progress).double()  # [1 + parts, N]
+    rows = {name: find_parts(config, **parts[name])[1] for name in tried}
+    scores = removed_scores(prepared, rows, column, on_progress, known).double()  # [1 + parts, N]
     before, *after = scores.softmax(-1)[:, choice].tolist()
     odds = scores.log_softmax(-1)[:, choice]
     order = odds[1:].argsort(stable=True).tolist()

@@ -5,7 +5,7 @@ Interventions on every single part take many passes: the page begins them as job
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -31,6 +31,7 @@ from clearhead.run.api import Model
 
 LISTED = 12  # of the likeliest choices, before and after
 NEURONS = 8  # that are listed
+FIRST_GROUP = 4  # parts that are tried before any other is shown
 GROUP_TOKENS = 1536  # of the parts that are tried in one go
 FIRED = 3  # places that are shown of each
 WRITTEN = 24  # tokens of a steered text
@@ -101,12 +102,15 @@ def effects(run: PageRun, how: How, position: int = -1) -> dict[str, Any]:
 
     Parts are tried in groups, those that promise most first; each group is told once it is there.
     """
-    names = list(single_parts(run.m.config))
-    groups = _groups(run, names, position)
+    names, column = list(single_parts(run.m.config)), find_column(position, run.choices.columns)
+    known = run.removed_at(column) if how == "zero" else None
+    groups = _groups(run, names, column, {} if known is None else known)
     body: dict[str, Any] = {"position": position, "how": how, "labels": {}, "before": {}, "parts": {}}
     done = 0
     for group in groups:
-        each = effect_of_each(run.m, run.prepared, how, position=position, top=LISTED, parts=group)
+        each = effect_of_each(
+            run.m, run.prepared, how, position=position, top=LISTED, parts=group, known=known
+        )
         for name, seen in each.effects.items():
             body["labels"] |= {choice.id: choice.label for choice in seen.top}
             body["before"] |= {choice.id: short(choice.before) for choice in seen.top}
@@ -117,17 +121,23 @@ def effects(run: PageRun, how: How, position: int = -1) -> dict[str, Any]:
     return {**body, "parts": {name: body["parts"][name] for name in names}}
 
 
-def _groups(run: PageRun, names: list[str], position: int) -> list[list[str]]:
-    """Return the parts in groups, those with the largest gradient × activation first, then by late layers."""
+def _groups(run: PageRun, names: list[str], column: int, known: Collection[str]) -> list[list[str]]:
+    """Return the parts in groups, the first ones small: those that are known, or have the largest gradient ×
+    activation, then those of late layers, whose passes are shortest.
+    """
     count = max(8, GROUP_TOKENS // max(len(run.prepared.tokens), len(run.prepared.source_tokens or ())))
     if len(names) <= count:
         return [names]
-    column = find_column(position, run.choices.columns)
-    worth = estimated_effects(run.prepared, column, int(run.scores(column).argmax()))
-    first = sorted(worth, key=lambda name: -abs(worth[name]))[:count]
+    first = [name for name in names if name in known]
+    worth = {} if first else estimated_effects(run.prepared, column, int(run.scores(column).argmax()))
+    first += sorted(worth, key=lambda name: -abs(worth[name]))[:FIRST_GROUP]
     others = [name for name in names if name not in set(first)]
     others.sort(key=lambda name: -int(name.rpartition(":")[2].removeprefix("encoder.").split(".")[-2:][0]))
-    return [first, *(others[start : start + count] for start in range(0, len(others), count))]
+    groups, size = [first], FIRST_GROUP
+    while others:
+        groups.append(others[:size])
+        others, size = others[size:], min(2 * size, count)
+    return groups
 
 
 def story(run: PageRun, position: int = -1, token: int | None = None) -> dict[str, Any]:
@@ -135,7 +145,9 @@ def story(run: PageRun, position: int = -1, token: int | None = None) -> dict[st
 
     Where a feed-forward leads and has a dictionary, its strongest feature at the answer's token is named.
     """
-    told = explain(run.m, run.prepared, token, position, on_progress=run.progress)
+    column = find_column(position, run.choices.columns)
+    kept = {"known": run.removed_at(column), "on_progress": run.progress}
+    told = explain(run.m, run.prepared, token, position, **kept)  # type: ignore[arg-type]
     by_token = len(run.choices.columns) == len(run.prepared.tokens)
     feature = strongest_feature(run, told.effects[0].name, told.column) if by_token else None
     return told.to_dict() | {"feature": feature}

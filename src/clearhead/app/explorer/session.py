@@ -259,6 +259,7 @@ class Session:
             self._runs.popitem(last=False)
         for older in list(self._runs.values())[:-RECORDED]:
             older.prepared.forget()
+            older.removed.clear()
         for older in list(self._runs.values())[:-1]:
             older.prepared.forget_graph()
         return run.about(name)

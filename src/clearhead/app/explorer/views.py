@@ -37,6 +37,7 @@ from clearhead.inside.inputs import (
     find_column,
     prepare,
 )
+from clearhead.inside.interventions import single_parts
 from clearhead.inside.lens import best_choices, contributions, followed, lens
 from clearhead.inside.memories import ReadCorpus
 from clearhead.inside.names import AttentionHead, find_heads, kinds_of, unpatterned
@@ -52,6 +53,7 @@ THUMBNAIL = 32  # cells a side
 CORNER = 64  # values a side that are shown of a step's result
 LISTED = 200  # choices that are sent with their names
 EDGES = 300  # of a path, the largest ones
+KEPT_SCORES = 2**25  # numbers that a run keeps of the scores without each part
 READ_PARTS = 7  # that are listed of what a feed-forward reads
 HIDDEN = -1e30  # scores below this are masked
 MIX = "Each value counts as much as its share; what is shown is the length of what each token gives."
@@ -195,6 +197,7 @@ class PageRun:
         default=None, compare=False
     )  # see `interventions.fired`
     features: Callable[[], tuple[Dictionary, ...]] = field(default=tuple, compare=False)  # of feed-forwards
+    removed: dict[int, dict[str, Tensor]] = field(default_factory=dict, compare=False)  # see `removed_at`
     number: int = 0  # of the model, where the page has two
     others: Callable[[str], PageRun] = field(default=_alone, compare=False)
     progress: OnPart = field(default=lambda done, total, part=None: None, compare=False)
@@ -205,6 +208,14 @@ class PageRun:
         output, _ = self.prepared.record(logits="none")
         with torch.no_grad(), evaluating(self.prepared.model):
             return self.choices.column_scores(output.hidden, column)[0].float().cpu()
+
+    def removed_at(self, column: int) -> dict[str, Tensor] | None:
+        """Return what keeps the scores without parts at one column, the latest; None where they are many."""
+        if self.choices.count * len(single_parts(self.m.config)) > KEPT_SCORES:
+            return None
+        if column not in self.removed:
+            self.removed.clear()
+        return self.removed.setdefault(column, {})
 
     @cached_property
     def choices(self) -> Choices:
