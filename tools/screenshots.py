@@ -27,6 +27,7 @@ FIRST = "path"  # the picture of this view is the whole first screen
 SECTIONS = (
     "path",
     "play",
+    "graph",
     "attention",
     "head",
     "lens",
@@ -104,6 +105,8 @@ def show(page: Any, section: str, other: str) -> None:
         page.wait_for_selector("#drawers [data-neuron]")
     elif section == "play":
         page.click('[data-scene="values-self"]')
+    elif section == "graph":
+        page.wait_for_selector("#graph-picture [data-edge]", timeout=120_000)
     elif section == "flow":
         page.locator("#flow-lane .plus").first.click()
         page.wait_for_selector("#flow-numbers td")
