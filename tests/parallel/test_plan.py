@@ -75,6 +75,21 @@ def test_on_one_device_it_is_the_cost(name):
     assert stage.total.matmuls + stage.total.head <= counted.flops.training
 
 
+def test_layers_for_later_tokens_and_a_second_pass_are_counted():
+    config = ch.ModelConfig(vocab_size=50, d_model=16, n_layers=2, n_heads=2, max_positions=9, n_mtp_layers=2)
+    for mtp, passes in ((False, 1), (True, 1), (True, 2)):  # two passes keep what twice the rows do
+        counted = ch.cost(config, dtype="bfloat16", batch=passes, mtp=mtp)
+        work = Work(config, 9, 1, "bfloat16", mtp=mtp, passes=passes)
+        [stage] = stages_of(work, MeshSizes(), 1, 80e9)
+        assert stage.total.stored == counted.parameters.total
+        assert stage.total.kept == counted.memory.activations.total
+    for more in ({}, {"lora": 2, "precision": "float32"}):
+        without, whole = (ch.plan(config, 1, mtp=mtp, **more).best.memory for mtp in (False, True))
+        assert without.activations < whole.activations
+    with pytest.raises(ClearheadError, match="tensor 2 does not divide MTP layers"):
+        ch.plan(config, 2, mesh="tensor=2")
+
+
 @pytest.mark.parametrize("name", ["llama-3-8b", "gpt2", "t5-small", "micro-vit"])
 def test_ranks_of_tensor_have_all_weights_together(name):
     """Each rank has its share; what is copied is norms, positions, biases behind sums, and few key heads."""

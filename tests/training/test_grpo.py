@@ -59,6 +59,11 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
+def test_a_model_that_reads_images_is_refused():
+    with pytest.raises(InputError, match="sampled to prompts of text alone"):
+        Rollouts(TASKS["grpo"], SimpleNamespace(image_encoder=object()), [], 1, 0, True)
+
+
 def batch_of(seed=0):
     """Answers of unequal length, with log-probabilities near those of sampling."""
     random = torch.Generator().manual_seed(seed)

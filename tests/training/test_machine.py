@@ -169,5 +169,7 @@ def test_compiling_must_save_more_than_it_takes_and_small_steps_are_bound_by_the
     batch = Batch(some_ids(2, 9), some_ids(2, 9))
     half = Precision(gpu, torch.bfloat16, "", peak=1e6)
     assert least_seconds(100.0, batch, TrainPlan(accumulate=3), half) == pytest.approx(2 * 9 * 100 * 3 / 1e6)
+    shortest = least_seconds(100.0, batch, TrainPlan(accumulate_schedule=(2, 5)), half)
+    assert shortest == pytest.approx(2 * 9 * 100 * 2 / 1e6)
     assert least_seconds(0.0, batch, plan, half) is None
     assert least_seconds(1.0, batch, plan, Precision(gpu, None, "")) is None

@@ -208,6 +208,14 @@ TERMS = [
     ("embed", {"dropout": 0.1}, {"r_drop": 1.0}, "r_drop is for tasks that predict tokens or classes"),
     ("grpo", {}, {"accumulate_schedule": (1, 2)}, "accumulate_schedule is not for grpo"),
     ("lm", {"attention": "window(3)"}, {"window_schedule": (2,)}, "window_schedule is for decoders"),
+    ("grpo", {}, {"window_schedule": (2,)}, "window_schedule is not for grpo"),
+    ("prefer", {}, {"window_schedule": (2,)}, "window_schedule is not for prefer"),
+    (
+        "lm",
+        {"attention": ("full", "window(3)"), "n_layers": 2, "positions": "rope", "rope_local_base": 100.0},
+        {"window_schedule": (2,)},
+        r"angles of their own \(model.rope_local_base 100.0\)",
+    ),
     ("lm", {"dropout": 0.1}, {"r_drop": 1.0, "future_tokens": (0.5,), "window_schedule": (2,)}, ""),
 ]
 

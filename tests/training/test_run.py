@@ -368,6 +368,18 @@ def test_a_finished_run_made_longer_is_a_run_that_long(text, tmp_path):
     assert any("6 steps in place of 4: the cosine rate of steps" in line for line in notes), notes
 
 
+def test_what_is_divided_by_the_steps_keeps_them_and_normuon_stays_normuon(text, tmp_path):
+    out = run(
+        text, tmp_path / "run", "train.steps=4 train.optimizer=normuon train.accumulate_schedule=1,2"
+    ).folder
+    with pytest.raises(ch.ConfigError, match=r"steps 6, and the run began with 4: train.accumulate_schedule"):
+        ch.train(resume=out, settings={"train.steps": 6})
+    recipe = (out / "train.toml").read_text()
+    (out / "train.toml").write_text(recipe.replace('"normuon"', '"muon"'))
+    with pytest.raises(ch.CheckpointError, match=r"train.optimizer has changed since"):
+        ch.train(resume=out)
+
+
 @pytest.mark.slow
 def test_a_short_run_validates_once_and_keeps_one_optimizer(text, tmp_path):
     """Its folder takes four times the model; five where the best model is not the last."""

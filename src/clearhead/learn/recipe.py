@@ -193,6 +193,16 @@ class TrainPlan:
             ConfigError,
         )
 
+    @property
+    def accumulates(self) -> tuple[int, ...]:
+        """The number of batches of a step in each equal part of the run."""
+        return self.accumulate_schedule or (self.accumulate,)
+
+    @property
+    def passes(self) -> int:
+        """How many forward passes of a batch its loss takes."""
+        return 2 if self.r_drop else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratePlan:

@@ -376,7 +376,7 @@ def _config_of(name: str) -> tuple[ch.ModelConfig, dict[str, Any]]:
     recipe = read_recipe(name)
     data, train, config = recipe.data, recipe.train, expected_config(recipe)
     length = data.max_length or ch.cost(config).length
-    rows = (data.batch_tokens // length if data.batch_tokens else data.batch_size) * train.accumulate
+    rows = (data.batch_tokens // length if data.batch_tokens else data.batch_size) * max(train.accumulates)
     return config, {
         "length": length,
         "batch": max(1, rows) * config.main.n_tokens(length),
@@ -384,6 +384,7 @@ def _config_of(name: str) -> tuple[ch.ModelConfig, dict[str, Any]]:
         "checkpointing": "full" if train.checkpointing else "none",
         "optimizer": train.optimizer,
         **{"lora": train.lora, "lora_targets": train.lora_targets, "quantize": train.quantize},
+        **{"passes": train.passes, "mtp": train.mtp_weight > 0},
     }
 
 

@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from clearhead.core.config import ModelConfig
 from clearhead.core.masks import tokens_from
 from clearhead.core.stack import Inputs
+from clearhead.core.taps import SILENT
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
 from clearhead.run.kernels.lora import add_lora
 from clearhead.run.quant.apply import NAMES, QuantPlan, linear_names
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, empty_layer, quantized_parts
+from clearhead.variants.mtp import MTPLayers
 
 FEW = 4  # layers that are all counted
 
@@ -42,27 +44,36 @@ class AdaptedBytes(NamedTuple):
     widest: int  # bytes of the largest weight that is dequantized, for one matmul at a time
 
 
-def adapted(config: ModelConfig, length: int, rows: int, dtype: str, adapters: Adapters) -> AdaptedBytes:
-    """Return the bytes of a step on `rows` of `length` tokens; what is kept grows evenly with the rows."""
-    one, two = (_of_layers(config, length, count, dtype, adapters) for count in (1, 2))
+def adapted(
+    config: ModelConfig, length: int, rows: int, dtype: str, adapters: Adapters, mtp: bool = False
+) -> AdaptedBytes:
+    """Return the bytes of a step on `rows` of `length` tokens; what is kept grows evenly with the rows.
+
+    `mtp`: the loss has that of MTP layers, which stay as they are.
+    """
+    one, two = (_of_layers(config, length, count, dtype, adapters, mtp) for count in (1, 2))
     return one._replace(kept=one.kept + (rows - 1) * (two.kept - one.kept))
 
 
-def _of_layers(config: ModelConfig, length: int, rows: int, dtype: str, adapters: Adapters) -> AdaptedBytes:
+def _of_layers(
+    config: ModelConfig, length: int, rows: int, dtype: str, adapters: Adapters, mtp: bool
+) -> AdaptedBytes:
     """Count all layers; of many that are alike two and three, which tell what each more takes."""
     spec, layers = config.main, config.n_layers
     some = spec.dense_layers or spec.feedforward_skips or spec.rope_skips or config.pruned_heads
     shared = len(set(spec.block_of)) < layers
     if layers <= FEW or some or shared or len({*spec.kinds, *spec.capacities}) > 2:
-        return _counted(config, length, rows, dtype, adapters)
+        return _counted(config, length, rows, dtype, adapters, mtp)
     fewer = (config.replace(n_layers=n, attention=str(spec.kinds[0]), depth_capacity=1.0) for n in (2, 3))
-    two, three = (_counted(each, length, rows, dtype, adapters) for each in fewer)
+    two, three = (_counted(each, length, rows, dtype, adapters, mtp) for each in fewer)
     grown = (a + (layers - 2) * (b - a) for a, b in zip(two, three))
     return AdaptedBytes(*grown)
 
 
 @functools.lru_cache(maxsize=64)
-def _counted(config: ModelConfig, length: int, rows: int, dtype: str, adapters: Adapters) -> AdaptedBytes:
+def _counted(
+    config: ModelConfig, length: int, rows: int, dtype: str, adapters: Adapters, mtp: bool
+) -> AdaptedBytes:
     refuse(
         config.family != "decoder" or config.head != "lm" or config.input != "tokens",
         f"low-rank updates are planned for language models, and this is an {config.family} with head "
@@ -85,8 +96,12 @@ def _counted(config: ModelConfig, length: int, rows: int, dtype: str, adapters: 
         half = torch.autocast("cpu", getattr(torch, dtype), enabled=dtype != "float32")
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), half:
             ids = torch.zeros(rows, length, dtype=torch.long)
-            hidden = model.main(Inputs(ids), tokens_from(rows, length, ids.device))
-            logits = model.head(hidden, None)  # as long as they live, what they were made of does
+            inputs, tokens = Inputs(ids), tokens_from(rows, length, ids.device)
+            states = [model.main(inputs, tokens)]
+            if mtp:
+                states += MTPLayers.states(model, states[0], inputs, tokens, None, SILENT)
+            # As long as logits live, what they were made of does.
+            logits = [model.head(hidden, None) for hidden in states]
             total = sum(storage.nbytes() for storage in kept.values())
     del logits
     parameters = list(model.parameters())

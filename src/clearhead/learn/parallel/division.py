@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple, Self
 from clearhead.core.config import ModelConfig
 from clearhead.core.config.kinds import Full, Windowed
 from clearhead.errors import nearest, refuse
-from clearhead.learn.parallel import AXES, HELD, ROWS
+from clearhead.learn.parallel import AXES, HELD, ROWS, ParallelPlan
 from clearhead.learn.parallel.adapters import Adapters
 from clearhead.variants.costs import DTYPES, Cost, chunk_rows, cost
 from clearhead.variants.steps import Step
@@ -136,10 +136,8 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
             return (
                 f"context {mesh.context} divides full and window layers, and the model has {kinds[0]}: use 1"
             )
-    if config.n_mtp_layers and max(mesh.tensor, mesh.pipeline, mesh.context, mesh.expert) > 1:
-        return (
-            f"{mesh} does not divide the MTP layers (n_mtp_layers {config.n_mtp_layers}): use data or shard"
-        )
+    if line := mtp_refusal(config, mesh):
+        return line
     layers = sum(stack.n_layers for stack in config.stacks)
     if mesh.pipeline > layers:
         return f"pipeline {mesh.pipeline} is more than the {layers} layers: choose {layers} or less"
@@ -149,6 +147,13 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
     if experts % mesh.expert:
         return f"expert {mesh.expert} does not divide n_experts {experts}: {_choices(experts)}"
     return None
+
+
+def mtp_refusal(config: ModelConfig, mesh: MeshSizes | ParallelPlan) -> str | None:
+    """Return why a mesh cannot divide the MTP layers of a model, in one line, or None."""
+    if not config.n_mtp_layers or max(mesh.tensor, mesh.pipeline, mesh.context, mesh.expert) == 1:
+        return None
+    return f"n_mtp_layers {config.n_mtp_layers}: {mesh} does not divide MTP layers: use data or shard"
 
 
 def _choices(size: int) -> str:
@@ -171,7 +176,7 @@ def parts_of(step: Step, tensor: int, config: ModelConfig) -> int:
 
     Key and value heads fewer than the ranks are copied, so that every rank has one.
     """
-    if step.name.rsplit(".", 1)[-1] in ("k", "v", "k_norm"):
+    if tensor > 1 and step.name.rsplit(".", 1)[-1] in ("k", "v", "k_norm"):
         stack = next(s for s in config.stacks if step.name.startswith(f"{s.prefix}blocks."))
         return math.gcd(tensor, stack.kv_heads_of(step.name.rsplit(".", 1)[0]))
     return tensor
@@ -212,7 +217,7 @@ def _first_dimension(step: Step, config: ModelConfig) -> int:
 
 Checkpointing = Literal["none", "selective", "full"]
 NONE = (0.0, 0.0)  # logits of a stage without the head
-BLOCK = re.compile(r"(?:encoder\.)?blocks\.(\d+)\.")
+BLOCK = re.compile(r"(?:encoder\.|mtp\.\d+\.)?blocks\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,8 @@ class Work:
     cast: bool = True  # sharded weights are cast before they are gathered, and the residual stream is narrow
     interleave: int = 1  # chunks of the model that each rank of `pipeline` has
     adapters: Adapters | None = None  # low-rank updates, in one process; None: every weight is trained
+    passes: int = 1  # forward passes of a batch, all kept for one backward pass
+    mtp: bool = False  # whether MTP layers are trained
 
     @property
     def dtype(self) -> str:
@@ -317,20 +324,20 @@ class PipelineStage:
 
 
 @functools.lru_cache(maxsize=64)
-def costs_of(config: ModelConfig, length: int, rows: int, dtype: str, autocast: bool) -> Cost:
+def costs_of(config: ModelConfig, length: int, rows: int, dtype: str, autocast: bool, mtp: bool) -> Cost:
     """Return `ch.cost`, kept: many meshes ask for the same."""
-    return cost(config, length, rows, dtype, autocast=autocast)
+    return cost(config, length, rows, dtype, autocast=autocast, mtp=mtp)
 
 
 @functools.lru_cache(maxsize=64)
 def _groups(
-    config: ModelConfig, length: int, rows: int, dtype: str, autocast: bool
+    config: ModelConfig, length: int, rows: int, dtype: str, autocast: bool, mtp: bool
 ) -> tuple[list[Step], list[list[Step]], list[int]]:
     """Return the steps outside the blocks, those of each kind of block, and the kind of each block."""
     ends: list[Step] = []
     blocks: dict[str, list[Step]] = {}
-    for step in costs_of(config, length, rows, dtype, autocast).steps:
-        block = BLOCK.match(step.name)
+    for step in costs_of(config, length, rows, dtype, autocast, mtp).steps:
+        block = BLOCK.match(step.name) if mtp or not step.name.startswith("mtp.") else None
         (blocks.setdefault(block[0], []) if block else ends).append(step)
     kinds: dict[tuple[object, ...], int] = {}
     of_block: list[int] = []
@@ -347,7 +354,10 @@ def _groups(
 
 def stages_of(work: Work, mesh: MeshSizes, rows: int, memory: float) -> list[PipelineStage]:
     """Divide a model among the ranks of `pipeline`, for micro-batches of `rows`."""
-    ends, different, of_block = _groups(work.config, work.length, rows, work.dtype, work.autocast(mesh))
+    rows *= work.passes
+    ends, different, of_block = _groups(
+        work.config, work.length, rows, work.dtype, work.autocast(mesh), work.mtp
+    )
     kinds = [_figures(inner, work, mesh, rows, block=True) for inner in different]
     stages, count = [], len(of_block)
     for rank in range(mesh.pipeline):
@@ -395,7 +405,9 @@ def _figures(steps: Sequence[Step], work: Work, mesh: MeshSizes, rows: int, bloc
             totals["selective"] += step.m * step.n * step.count * size / (context * parts)
         if step.weights:
             work_done = step.forward / (context * (parts if split != "whole" else 1))
-            totals["head" if step.name == "head.out" else "matmuls"] += work_done * (1 + step.gradients)
+            totals["head" if step.name.endswith("head.out") else "matmuls"] += work_done * (
+                1 + step.gradients
+            )
             totals["selective_again"] += work_done if block and last not in names else 0
             totals["full_again"] += work_done if block and last != "down" else 0
             totals["cast"] += 3 * step.m * (step.k + step.n) / (context * parts) if block else 0

@@ -276,8 +276,8 @@ def estimate(work: Work, cluster: Cluster, mesh: MeshSizes, micro_rows: int) -> 
     slowest = max(stages, key=lambda stage: _compute(stage, work, cluster, mesh)[0])
     traffic = _traffic(slowest, stages, work, mesh, batches)
     time = _time(slowest, work, cluster, mesh, batches, traffic)
-    counted = costs_of(work.config, work.length, micro_rows, work.dtype, work.autocast(mesh))
-    flops = counted.flops.training_per_token * work.tokens
+    counted = costs_of(work.config, work.length, micro_rows, work.dtype, work.autocast(mesh), work.mtp)
+    flops = counted.flops.training_per_token * work.tokens * work.passes
     rate = work.tokens / mesh.devices / time.total
     mfu = flops / (time.total * mesh.devices * cluster.device.peak)
     fits = memory.total <= cluster.memory
@@ -328,7 +328,9 @@ def _memory(stage: PipelineStage, work: Work, mesh: MeshSizes, batches: int, ran
 
 def _adapted_memory(stage: PipelineStage, work: Work, adapters: Adapters, rows: int) -> MeshMemory:
     """Return the bytes of one device that trains low-rank updates alone, at its peak."""
-    figures, layers = adapted(work.config, work.length, rows, work.dtype, adapters), work.config.n_layers
+    rows *= work.passes
+    figures = adapted(work.config, work.length, rows, work.dtype, adapters, work.mtp)
+    layers = work.config.n_layers
     kept: float = figures.kept
     if work.checkpointing == "full":  # the input of each block, and one block computed again
         kept = figures.kept / layers + layers * rows * work.tokens / work.rows * work.config.d_model * 4

@@ -83,6 +83,8 @@ def plan(
     lora: int = 0,
     lora_targets: Sequence[str] = ("q", "v"),
     quantize: Literal["int8", "int4"] | None = None,
+    passes: int = 1,
+    mtp: bool = False,
 ) -> MeshReport:
     """Return the fastest mesh of each combination of axes, with bytes, traffic and time of a training step.
 
@@ -104,6 +106,8 @@ def plan(
         lora: rank of low-rank updates, trained on one device in place of the weights; 0: none.
         lora_targets: the last names of the layers that have them, or "all-linear".
         quantize: what the frozen weights under them are kept in: int8 or int4.
+        passes: forward passes of a batch, all kept for one backward pass: 2 with train.r_drop.
+        mtp: MTP layers are trained too (train.mtp_weight).
     """
     config = preset(config) if isinstance(config, str) else config
     machine = read_cluster(devices, memory, link, peak, node)
@@ -131,7 +135,9 @@ def plan(
     refuse(lora and devices > 1, f"lora {lora} is planned on one device, and there are {devices}: choose 1")
     adapters = Adapters(lora, tuple(lora_targets), quantize) if lora else None
     work = Work(config, counted.length, rows, precision, checkpointing, optimizer).as_trained
-    work = dataclasses.replace(work, adapters=adapters)
+    refuse(passes < 1, f"passes {passes} must be 1 or more")
+    refuse(mtp and not config.n_mtp_layers, "mtp is for a model with MTP layers: leave it out")
+    work = dataclasses.replace(work, adapters=adapters, passes=passes, mtp=mtp)
     refuse(top < 1, f"top {top} must be 1 or more")
     refuse(
         precision == "float8" and not machine.device.peak_float8,

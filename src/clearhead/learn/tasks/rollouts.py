@@ -44,6 +44,11 @@ class Rollouts(FixedRows):
     def __init__(
         self, task: Any, loaded: Model, rows: Sequence[Prompt], size: int, seed: int, training: bool
     ) -> None:
+        refuse(
+            loaded.image_encoder is not None,
+            "answers are sampled to prompts of text alone: this model reads images too; set model.base to "
+            "the folder text in its own",
+        )
         self.task, self.loaded, plan = task, loaded, task.plan
         self.most, self.group = task.generate.max_new_tokens, plan.group if training else 1
         self.request = Request(temperature=task.generate.temperature, max_new_tokens=self.most)

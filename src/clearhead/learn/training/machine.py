@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -123,12 +124,13 @@ def cpu_has_bfloat16() -> bool | None:
 
 
 def least_seconds(per_token: float, batch: Batch, plan: TrainPlan, precision: Precision) -> float | None:
-    """Return what a step of such batches takes at the peak of the device, where both are known.
+    """Return what the shortest step of such batches takes at the peak of the device, where both are known.
 
     `per_token`: operations for a token of training; 0: not known.
     """
-    known = per_token and precision.peak
-    return per_token * batch.n_tokens * plan.accumulate / precision.peak if known and precision.peak else None
+    if not per_token or not precision.peak:
+        return None
+    return per_token * batch.n_tokens * min(plan.accumulates) / precision.peak
 
 
 def pays(
@@ -212,7 +214,8 @@ def fits(recipe: Recipe, config: ModelConfig, precision: Precision, mesh: Parall
     length = min(data.max_length or longest, longest)
     rows = data.batch_tokens // length if data.batch_tokens else data.batch_size
     again: Checkpointing = "full" if plan.checkpointing else "none"
-    work = Work(config, length, max(1, rows), precision.name, again, plan.optimizer)
+    loss: Any = {"passes": plan.passes, "mtp": plan.mtp_weight > 0}
+    work = Work(config, length, max(1, rows), precision.name, again, plan.optimizer, **loss)
     return planner.fits(work, mesh, room(device) / (processes_here() if device.type == "cpu" else 1))
 
 

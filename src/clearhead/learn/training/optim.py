@@ -214,9 +214,7 @@ def part_of(parts: int, step: int, steps: int) -> int:
 
 def batches_of(plan: TrainPlan, step: int, steps: int) -> range:
     """Return the numbers of the batches of a step; the first are 0 and 1."""
-    sizes = plan.accumulate_schedule
-    if not sizes:
-        return range((step - 1) * plan.accumulate, step * plan.accumulate)
+    sizes = plan.accumulates
     part = part_of(len(sizes), step, steps)
     ends = [-(-number * steps // len(sizes)) for number in range(part + 1)]  # steps before each part
     before = sum(size * (end - begin) for size, begin, end in zip(sizes, ends, ends[1:]))

@@ -26,6 +26,7 @@ from clearhead.learn.data.examples import Corpus, Images
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.evaluation.evaluate import batches_for, encoded_for, sampler
 from clearhead.learn.losses import default_chunk
+from clearhead.learn.parallel.division import mtp_refusal
 from clearhead.learn.parallel.pipeline import check as check_stages
 from clearhead.learn.parallel.pipeline import staged
 from clearhead.learn.parallel.shards import emptied, materialise
@@ -199,7 +200,7 @@ def assemble(
     per_token = 0.0
     if task.tokens is not None and not joined:
         figures = cost(loaded.config, length=loaded.max_length, mtp=plan.mtp_weight > 0)
-        per_token = figures.flops.training_per_token
+        per_token = plan.passes * figures.flops.training_per_token
     least = None
     if precision.peak is not None:
         least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
@@ -292,8 +293,8 @@ def mistakes_of(plan: TrainPlan, task: Task, loaded: Model, world: World) -> Ite
             f"train.mtp_weight {plan.mtp_weight} is for models with MTP layers that learn the next token: "
             "set model.n_mtp_layers, or leave it out"
         )
-    if config.n_mtp_layers and max(mesh.tensor, mesh.pipeline, mesh.context, mesh.expert) > 1:
-        yield f"model.n_mtp_layers {config.n_mtp_layers}: {mesh} does not divide them: use data or shard"
+    if line := mtp_refusal(config, mesh):
+        yield f"model.{line}"
     if plan.r_drop:
         if not (vocabulary or isinstance(task, ClassTask)):
             yield f"train.r_drop is for tasks that predict tokens or classes, and {own}: leave it out"
@@ -312,6 +313,16 @@ def mistakes_of(plan: TrainPlan, task: Task, loaded: Model, world: World) -> Ite
     if plan.window_schedule:
         if not config.main.causal or FULL not in config.main.kinds or config.main.cross:
             yield "train.window_schedule is for decoders with layers of full attention: leave it out"
+        if config.rope_local_base is not None:
+            yield (
+                "train.window_schedule: layers with a window have rotary angles of their own "
+                f"(model.rope_local_base {config.rope_local_base}): leave one of them out"
+            )
+        if task.sampled or task.reads == "answers":
+            yield (
+                f"train.window_schedule is not for {task.name}, whose samples or reference come from whole "
+                "attention: leave it out"
+            )
         if mesh.pipeline * mesh.context > 1:
             yield "train.window_schedule needs whole models: leave parallel.context and pipeline at 1"
 
@@ -444,8 +455,7 @@ def _steps(plan: TrainPlan, train: Batches) -> int:
         return plan.steps
     # The last batch of rows of one length is filled up from the next epoch.
     batches = train.uses * train.n_rows / train.rows if isinstance(train, FixedRows) else train.per_epoch
-    sizes = plan.accumulate_schedule or (plan.accumulate,)
-    per_epoch = batches * len(sizes) / sum(sizes)
+    per_epoch = batches * len(plan.accumulates) / sum(plan.accumulates)
     if plan.epochs is not None:
         return max(1, round(plan.epochs * per_epoch))
     return min(5000, max(1000, round(10 * per_epoch)))

@@ -464,6 +464,13 @@ def _lengthen(run: TrainingRun, before: int, job: Job) -> None:
     """Say where a run of `before` steps, made longer, is not what it would have been from the beginning."""
     done, plan, width = run.state.step, run.plan, run.loaded.config.d_model
     refuse(run.steps < done, f"train.steps {run.steps} is less than the {done} steps that are done: set more")
+    for name in ("accumulate_schedule", "window_schedule"):
+        refuse(
+            bool(getattr(plan, name)) and done > 0 and run.steps != before,
+            f"train.steps {run.steps}, and the run began with {before}: train.{name} divides the steps into "
+            f"equal parts, and {done} are done; go on with {before}, or begin a new run",
+            ConfigError,
+        )
     rates = (
         [optim.lr_at(plan, step, steps, width) for step in range(1, done + 1)]
         for steps in (before, run.steps)
@@ -480,11 +487,11 @@ def _check_unchanged(run: TrainingRun, tensors: Mapping[str, Tensor]) -> None:
     """Raise if the checkpoint does not fit the recipe, which lies next to it and may have been edited."""
     saved, parameters = _named(tensors, "weights/"), run.model.named_parameters()
     moments = {name.rpartition("/")[2] for name in _named(tensors, "optimizer/")}
-    orthogonal, factored = "momentum" in moments, not moments.isdisjoint(("row_var", "variance"))
-    muon = any(group["orthogonal"] for group in run.optimizer.param_groups)
+    kinds = ("momentum" in moments, "rows" in moments, not moments.isdisjoint(("row_var", "variance")))
+    muon, name = any(group["orthogonal"] for group in run.optimizer.param_groups), run.plan.optimizer
     fits = {
         "lora": all(saved.get(name, parameter).shape == parameter.shape for name, parameter in parameters),
-        "optimizer": not moments or (orthogonal, factored) == (muon, run.plan.optimizer == "adafactor"),
+        "optimizer": not moments or kinds == (muon, muon and name == "normuon", name == "adafactor"),
         "metric": all(run.metric in row for row in run.state.validations),
     }
     for key, fitting in fits.items():
