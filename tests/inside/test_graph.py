@@ -198,6 +198,17 @@ def test_features_and_errors_are_the_feedforward(kind):
     assert logits.value == pytest.approx(whole.nodes[-1].value, abs=1e-6)
 
 
+def test_a_pass_of_another_thread_is_no_part_of_a_graph():
+    """It holds norms and gates by hooks on the same model, which come and go."""
+    model = build()
+    wanted = ch.graph(model, IDS).logit
+    with holding(model):
+        assert any(part._forward_hooks for part in model.modules())
+        copied = exact_copy(prepare(model, IDS)).model
+        assert not any(part._forward_hooks for part in copied.modules())
+        assert ch.graph(model, IDS).logit == wanted
+
+
 def test_neurons_and_groups(tmp_path):
     model = build()
     found = ch.graph(model, IDS, 3, neurons=True, verify=True, nodes=40)

@@ -20,6 +20,7 @@ from clearhead.hub.rules import matches
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.inputs import prepare
 from clearhead.inside.lens import contributions
+from clearhead.inside.memories import memories
 from clearhead.run.generate import decode
 from clearhead.variants.images import placed
 from tests.llava import OPTIONS, TOKEN, build, directory, image, tensors
@@ -204,6 +205,8 @@ def test_looking_inside_reads_the_image(
     found = ch.graph(m, prompt, nodes=8)
     assert found.logit == pytest.approx(sum(term.value for term in parts.terms), abs=1e-4)
     assert abs(found.logit - ch.graph(m, other, written.ids[0], nodes=8).logit) > 0.01
+    with pytest.raises(InputError, match="text 1 of the corpus has images"):
+        memories(m, [text.replace("<image>", "an image"), prepared])
     # Without a patch the logit is that of a pass in which its token is no image's.
     drops = occlusion(m, prompt)
     place = drops.units.index("1,0")

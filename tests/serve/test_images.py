@@ -65,12 +65,18 @@ def test_answers_are_those_of_chat_and_prefixes_are_by_pixels(client: TestClient
         assert found >= 16 if cached else found < 8, (number, key, found)
 
 
-def test_several_at_once_and_in_a_stream(client: TestClient, m: ch.Model) -> None:
+def test_several_at_once_and_in_a_stream(
+    client: TestClient, m: ch.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pictures = [image(3), image(4)]
     parts = [{"type": "image_url", "image_url": {"url": uri(picture)}} for picture in pictures]
     want = m.chat(talk(*({"type": "image", "image": picture} for picture in pictures)), 9).text
+    calls = []
+    encode = m.image_encoder.forward  # type: ignore[union-attr]
+    monkeypatch.setattr(m.image_encoder, "forward", lambda pixels: calls.append(pixels) or encode(pixels))
     reply = asked(client, talk(*parts), n=2).json()
     assert [choice["message"]["content"] for choice in reply["choices"]] == [want, want]
+    assert len(calls) == 1  # of both choices
     body = {"messages": talk(*parts), "max_tokens": 9, "temperature": 0, "stream": True}
     with client.stream("POST", "/v1/chat/completions", json=body) as lines:
         events = [json.loads(line[6:]) for line in lines.iter_lines() if line.startswith("data: {")]

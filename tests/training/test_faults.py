@@ -50,6 +50,14 @@ def test_a_sound_model_has_no_fault_and_keeps_its_gradients():
     assert "computed again" in diagnose(model, [a_batch()], 3, FLOAT32, PLAN, LM)
 
 
+def test_terms_of_the_loss_are_computed_again_too():
+    """A layer that only the loss of MTP layers reads."""
+    model = build(n_mtp_layers=1).train()
+    model.mtp[0].norm.weight.data[3] = math.nan
+    line = diagnose(model, [a_batch()], 7, FLOAT32, TrainPlan(mtp_weight=0.3), LM)
+    assert line.startswith("step 7: the weight mtp.0.norm.weight is not finite")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize(
     "name", ["decoder.blocks.1.attention.k", "decoder.blocks.0.feedforward.down", "decoder.norm", "head.out"]

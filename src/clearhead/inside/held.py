@@ -15,6 +15,7 @@ Shapes: B rows, T tokens, S keys, D model, H heads, E head width, F feed-forward
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -73,7 +74,13 @@ def exact_copy(prepared: Prepared, dtype: torch.dtype = torch.float64) -> Prepar
     )
     names.refuse_foreign(prepared.model)
     m = copy.copy(prepared.m)
-    m.model = copy.deepcopy(prepared.model).cpu().to(dtype).requires_grad_(False)
+    # Hooks are left out: they are of other threads that run the same model, and come and go meanwhile.
+    hooks: dict[int, object] = {
+        id(kept): OrderedDict()
+        for part in prepared.model.modules()
+        for kept in (part._forward_hooks, part._forward_pre_hooks)
+    }
+    m.model = copy.deepcopy(prepared.model, hooks).cpu().to(dtype).requires_grad_(False)
     given = {name: getattr(prepared, name) for name in ("main", "source", "types", "vectors")}
     given = {name: x if x is None else x.cpu().to(dtype if x.is_floating_point() else x.dtype)
              for name, x in given.items()}  # fmt: skip

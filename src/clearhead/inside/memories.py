@@ -112,6 +112,10 @@ def batches(m: Model, texts: Iterable[Given], limit: int | None = None) -> Itera
 def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
     """Yield the stretches of each text that the model reads at once; texts without a token are left out."""
     for number, given in enumerate(texts):
+        refuse(
+            isinstance(given, inputs.ImagePrompt) or getattr(given, "vectors", None) is not None,
+            f"text {number} of the corpus has images, and passages are read from tokens alone: give its text",
+        )
         if isinstance(given, inputs.Prepared):
             read = given.tokens.ids or (NOTHING,) * len(given.tokens)
             answers = read if m.config.family == "encoder" else (*read[1:], NOTHING)

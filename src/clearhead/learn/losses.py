@@ -15,7 +15,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as nnf
@@ -27,6 +27,7 @@ from clearhead.core import dtypes, heads, transformer
 from clearhead.core.stack import Stack
 from clearhead.errors import refuse
 from clearhead.learn.batches.batch import IGNORE, Batch
+from clearhead.learn.recipe import TrainPlan
 from clearhead.variants import routing
 from clearhead.variants.costs import chunk_rows
 
@@ -43,8 +44,14 @@ class Terms:
     future_tokens: tuple[float, ...] = ()
     mtp_weight: float = 0.0
 
-    def __bool__(self) -> bool:
-        """Return whether the loss of a row of logits has terms."""
+    @classmethod
+    def of(cls, plan: TrainPlan) -> Self:
+        """Return the terms of a recipe."""
+        return cls(plan.z_loss, plan.r_drop, plan.future_tokens, plan.mtp_weight)
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether the loss of a row of logits is more than its cross-entropy."""
         return bool(self.z_loss or self.r_drop or self.future_tokens)
 
 
@@ -132,7 +139,7 @@ def batch_loss(
         some = batch.n_targets < batch.targets.numel() or wanted is not batch.targets
         count = batch.n_scored if wanted is batch.targets else None
         row = None
-        if terms:
+        if terms.of_logits:
             row = functools.partial(termed_row_loss, terms)
             if terms.r_drop:
                 hidden = torch.cat([hidden, model(**arguments, logits="none").hidden], -1)  # B T 2·D

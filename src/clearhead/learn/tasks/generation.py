@@ -431,12 +431,15 @@ def set_template(m: Bundle, name: str | None) -> str:
     return f"chat template: {which}, which ends an answer with {token}"
 
 
-def chat_ids(m: Bundle, messages: Sequence[Message], more: Mapping[str, Any]) -> list[int]:
+def chat_ids(
+    m: Bundle, messages: Sequence[Message], more: Mapping[str, Any], files: bool = True
+) -> list[int]:
     """Return the token ids of a conversation, up to where the answer begins.
 
-    The template writes every special token, so the tokenizer adds none.
+    The template writes every special token, so the tokenizer adds none. Without `files`, images come with
+    the messages alone.
     """
-    messages, images = taken(m, messages)
+    messages, images = taken(m, messages, files)
     ids = ids_of_chat(m, clean(chat_template(m).render(messages, **more)))
     return ids if m.image_encoder is None else expanded(m.image_encoder, ids, len(images))
 

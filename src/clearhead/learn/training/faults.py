@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from clearhead.core.transformer import Transformer
 from clearhead.errors import TrainingError, first_line
 from clearhead.learn.batches.batch import Batch
+from clearhead.learn.losses import Terms
 from clearhead.learn.parallel.shards import local
 from clearhead.learn.parallel.world import ALONE, World
 from clearhead.learn.recipe import TrainPlan
@@ -100,7 +101,9 @@ def diagnose(
         if split_loss is not None:
             return split_loss(batch)
         with precision.autocast():
-            return task.batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk)[0]
+            return task.batch_loss(model, batch, plan.label_smoothing, plan.loss_chunk, terms=Terms.of(plan))[
+                0
+            ]
 
     faults = [find_fault(model, batch, loss_of, alone=split_loss is None) for batch in batches]
     of_all = itertools.chain.from_iterable(world.everyone(faults))

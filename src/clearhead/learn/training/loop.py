@@ -304,8 +304,7 @@ class TrainingRun:
     stepping: type[PlainStep] = PlainStep  # how steps are taken
 
     def __post_init__(self) -> None:
-        plan = self.plan
-        self.terms = Terms(plan.z_loss, plan.r_drop, plan.future_tokens, plan.mtp_weight)
+        self.terms = Terms.of(self.plan)
 
     @property
     def model(self) -> Transformer:

@@ -74,7 +74,7 @@ class ServedPassages:
 
         def tokens(text: str) -> int:
             more = {**tools, **(body.chat_template_kwargs or {})}
-            return len(chat_ids(engine.m, messages(text), more))
+            return len(chat_ids(engine.m, messages(text), more, files=False))
 
         answer = body.max_completion_tokens or body.max_tokens or engine.longest // 4
         content, found = self._before(body.messages[place].get("content"), tokens, engine.longest - answer)

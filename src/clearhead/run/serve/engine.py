@@ -189,7 +189,12 @@ class ServeEngine:
         bare = prompt.prompt if isinstance(prompt, ImagePrompt) else prompt
         limiting.check_prompt(self.pool, bare, None if self.m.model.main.spec.cross else ALL)
         given, serving = served_options(options or {}, self.limits.cache), serving or ServeOptions()
-        seq = ServedSequence(self.m, prompt, given, serving, on_update, self.max_length)
+        refuse(
+            serving.inside and isinstance(prompt, ImagePrompt) and prompt.images,
+            "inside is given of text alone, and this request has images: leave one out",
+        )
+        self.check_room(joined=joined)
+        seq = ServedSequence(self.m, prompt, given, serving, on_update, self.max_length, after)
         seq.after, needed = after, len(seq.prompt) + seq.most
         check_fits(self.pool, needed, ALL)
         check_fits(self.pool, seq.sources, None)
@@ -200,7 +205,6 @@ class ServeEngine:
                 raise RequestError(line, "model_not_found", 404, "model")
         if seq.serving.inside:
             refuse(self.split, f"inside is not possible with {WHOLE}")
-            refuse(seq.vectors, "inside is given of text alone, and this request has images: leave one out")
             refuse(adapter, f'inside is given of the model, and not with an adapter such as "{adapter}"')
             self.inside.check(seq.serving.inside, needed, seq.sources)
         self.check_room(len(seq.tokens), joined)

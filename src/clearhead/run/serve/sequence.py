@@ -23,6 +23,7 @@ from clearhead.run.generate.decode import check_request
 from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
 from clearhead.run.generate.sequence import (
     Drafter,
+    Prompts,
     Proposal,
     Sampler,
     Sequence,
@@ -100,10 +101,12 @@ class ServedSequence(Sequence):
         serving: ServeOptions,
         on_update: OnUpdate | None = None,
         longest: int | None = None,
+        like: "ServedSequence | None" = None,
     ) -> None:
         """Check what is asked and encode the prompt; `on_update` is called from the engine's thread.
 
-        `options` are `served_options`. `longest`: the context length; default: the model's own.
+        `options` are `served_options`. `longest`: the context length; default: the model's own. `like`: one
+        of the same prompt, whose images need not be encoded again.
         """
         self._cancelled, self._done = threading.Event(), threading.Event()
         request, (text,), ends = asked_for(m, [prompt], options, Hooks(cancel=self._cancelled))
@@ -114,7 +117,10 @@ class ServedSequence(Sequence):
         self.request, self.serving, self.on_update = request, serving, on_update
         if isinstance(prompt, ImagePrompt):  # before its images are encoded
             check_length(len(text), 0, self.most, longest or m.max_length)
-        self.prompts = prompts_of(m, [text], [prompt])
+            check_request(m.model, request, Prompts([text]), ends)
+        encoded = None if like is None else like.prompts  # without its images, where it has ended
+        known = encoded is not None and encoded.vectors is not None
+        self.prompts = encoded if encoded is not None and known else prompts_of(m, [text], [prompt])
         self.pictured = self.prompts.vectors is not None
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
         check_length(len(self.prompts.ids[0]), self.sources, self.most, longest or m.max_length)
