@@ -6,10 +6,10 @@ python tools/house.py 6f8ff0d6 HEAD   two revisions of it, next to each other
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 import subprocess
-import sys
 import tarfile
 import tempfile
 from collections import Counter
@@ -171,7 +171,17 @@ def at(revision: str | None, use: Callable[[Path], dict[str, int]]) -> dict[str,
 
 def main() -> None:
     """Print a table of the revisions that are named, or of this tree."""
-    revisions: list[str | None] = [*sys.argv[1:]] or [None]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "revisions", nargs="*", metavar="REVISION", help="of git, such as HEAD; none: this tree"
+    )
+    revisions: list[str | None] = parser.parse_args().revisions or [None]
+    for revision in filter(None, revisions):
+        known = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
+        if subprocess.run(known, capture_output=True).returncode:
+            parser.error(f'git knows no revision "{revision}"')
     columns = [at(revision, measure) for revision in revisions]
     width = max(map(len, columns[0]))
     print(f"{'':{width}}", *(f"{revision or 'this tree':>10}" for revision in revisions))

@@ -76,7 +76,7 @@ def test_on_one_device_it_is_the_cost(name):
 
 
 def test_layers_for_later_tokens_and_a_second_pass_are_counted():
-    config = ch.ModelConfig(vocab_size=50, d_model=16, n_layers=2, n_heads=2, max_positions=9, n_mtp_layers=2)
+    config = ch.ModelConfig(vocab_size=50, d_model=16, n_layers=1, n_heads=2, max_positions=9, n_mtp_layers=2)
     for mtp, passes in ((False, 1), (True, 1), (True, 2)):  # two passes keep what twice the rows do
         counted = ch.cost(config, dtype="bfloat16", batch=passes, mtp=mtp)
         work = Work(config, 9, 1, "bfloat16", mtp=mtp, passes=passes)
@@ -318,6 +318,13 @@ def test_command_takes_recipes_and_directories(tmp_path, clearhead):
     for name in ("model", "model/config.json"):
         found = clearhead("plan", tmp_path / name, "--devices 2 --json").json
         assert found["parameters"] == ch.cost("micro-decoder").parameters.total
+    recipe = tmp_path / "recipe.toml"
+    low_rank = 'lora = 2\nquantize = "int8"\naccumulate_schedule = [1, 3]'
+    recipe.write_text(f'[model]\nbase = "micro-decoder"\n[train]\n{low_rank}\n')
+    found = [clearhead("plan", recipe, f"--devices 1 --json{more}").json for more in ("", " --lora 0")]
+    assert [one["rows"] for one in found] == [32 * 3] * 2  # the largest steps
+    weights, whole = (one["meshes"][0]["memory"]["weights"] for one in found)
+    assert weights < whole
 
 
 def test_command_refuses_with_one_line(clearhead):

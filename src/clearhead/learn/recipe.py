@@ -113,7 +113,7 @@ class TrainPlan:
     label_smoothing: float = 0.0  # the share of each target that is spread over all classes
     z_loss: float = 0.0  # weight of the squared logarithm of the softmax's denominator; 1e-4 is usual
     r_drop: float = 0.0  # weight of the divergence of two passes with other dropout; 1 to 5 is usual
-    # weights of the tokens after the next as further targets (multi-token prediction), such as 0.5, 0.25
+    # weights of the tokens after the next as further targets of the same logits, such as 0.5, 0.25
     future_tokens: tuple[float, ...] = ()
     class_weights: Literal["balanced"] | None = None  # rare classes weigh more; None: all alike
     loss_chunk: int | None = None  # rows of logits at a time; None: by the vocabulary

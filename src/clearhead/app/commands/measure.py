@@ -342,6 +342,8 @@ def plan(
     if model is None or devices is None:
         raise InputError("plan needs a CONFIG and --devices, or a --budget: see clearhead plan --help")
     config, from_recipe = _config_of(model)
+    if lora == 0 and quantize is None:
+        from_recipe.pop("quantize", None)  # the recipe's is of the weights under its updates
     stated: dict[str, Any] = {"length": length, "batch": batch, "precision": precision}
     stated |= {"checkpointing": checkpointing, "optimizer": optimizer}
     stated |= {"lora": lora, "lora_targets": lora_targets, "quantize": quantize}
