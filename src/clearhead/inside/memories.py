@@ -44,7 +44,7 @@ from clearhead.inside.names import layer_names
 from clearhead.inside.promoted import OutputLayer, arriving, output_layer, stack_of
 from clearhead.inside.results import Result, on_cpu, plain
 from clearhead.learn.batches.ragged import real_tokens
-from clearhead.learn.tasks.images import patch_names
+from clearhead.learn.tasks.images import ImagePrompt, patch_names
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import weight_of
 from clearhead.variants.routing import Experts
@@ -113,7 +113,7 @@ def passages(m: Model, texts: Iterable[Any]) -> Iterator[Passage]:
     """Yield the stretches of each text that the model reads at once; texts without a token are left out."""
     for number, given in enumerate(texts):
         refuse(
-            isinstance(given, inputs.ImagePrompt) or getattr(given, "vectors", None) is not None,
+            isinstance(given, ImagePrompt) or getattr(given, "vectors", None) is not None,
             f"text {number} of the corpus has images, and passages are read from tokens alone: give its text",
         )
         if isinstance(given, inputs.Prepared):

@@ -93,6 +93,8 @@ class DraftTokens:
 class ServedSequence(Sequence):
     """A sequence in the engine: its block tables, state and result."""
 
+    prompts: Prompts  # without its images once it has ended
+
     def __init__(
         self,
         m: Bundle,
@@ -118,9 +120,10 @@ class ServedSequence(Sequence):
         if isinstance(prompt, ImagePrompt):  # before its images are encoded
             check_length(len(text), 0, self.most, longest or m.max_length)
             check_request(m.model, request, Prompts([text]), ends)
-        encoded = None if like is None else like.prompts  # without its images, where it has ended
-        known = encoded is not None and encoded.vectors is not None
-        self.prompts = encoded if encoded is not None and known else prompts_of(m, [text], [prompt])
+        encoded = None if like is None else like.prompts
+        if encoded is None or encoded.vectors is None:
+            encoded = prompts_of(m, [text], [prompt])
+        self.prompts = encoded
         self.pictured = self.prompts.vectors is not None
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
         check_length(len(self.prompts.ids[0]), self.sources, self.most, longest or m.max_length)
