@@ -160,6 +160,14 @@ MISTAKES = {  # what is said of a command line
     'cost has no option "--lenght" (did you mean "--length"?)': ("cost", "--lenght 5", "gpt2"),
     'convert has no option "--overwrit" (did you mean "--overwrite"?)': ("convert", "--overwrit"),
     'attention has no option "--qqqqqq"': ("attention", "--qqqqqq"),
+    '--beams "two" is not allowed: it must be a whole number': ("eval", "a", "b", "--beams two"),
+    '--length "abc" is not allowed: it must be a whole number': ("cost", "gpt2", "--length abc"),
+    '--temperature "x" is not allowed: it must be a number': ("generate", "a", "b", "--temperature x"),
+    '--bits "3" is not known: choose from 4, 8': ("quantize", "a", "b", "--bits 3"),
+    "align needs DATA and --out PATH: clearhead align --help says more": ("align", "a"),
+    "generate needs DIR: clearhead generate --help": ("generate",),
+    "--set needs a value: clearhead train --help": ("train", "--set"),
+    "generate does not take c, -x: clearhead generate --help lists": ("generate", "a", "b", "c", "-x"),
 }
 
 
@@ -196,11 +204,7 @@ def test_the_tour_does_what_it_says(clearhead, tmp_path, monkeypatch):
         assert f"{tmp_path / name}" in out.replace("\n", "")
 
 
-def test_other_mistakes_are_shown_once_and_the_version(clearhead):
-    code, _, err = clearhead("generate")
-    assert code == 2 and err.count("DIR") == 1
-    code, _, err = clearhead("eval", "a", "b", "--beams two")
-    assert code == 2 and err.count("Value error") == 1
+def test_the_version(clearhead):
     assert clearhead("--version") == (0, f"clearhead {ch.__version__}\n", "")
 
 

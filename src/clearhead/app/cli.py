@@ -135,9 +135,15 @@ def _parsed(name: str, arguments: list[str]) -> Callable[[], None]:
         helping = {"-h", "--help"} & {*arguments} or any(
             argument.startswith("--tyro") for argument in arguments
         )
-        if not helping:
-            _check_options(name, arguments, command)
-        run = parse(arguments)
+        if helping:
+            return parse(arguments)  # type: ignore[no-any-return]
+        _check_options(name, arguments, command)
+        told = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+                run = parse(arguments)
+        except SystemExit:
+            _stop(_mistake(name, told.getvalue()))
     return run  # type: ignore[no-any-return]
 
 
@@ -165,6 +171,27 @@ def _show_warning(
     own = filename.startswith(os.path.dirname(os.path.dirname(__file__)))
     shown = f"warning: {message}\n" if own else warnings.formatwarning(message, category, filename, lineno)
     sys.stderr.write(shown)
+
+
+def _mistake(name: str, told: str) -> str:
+    """Return as one line what tyro tells in a box."""
+    told = told.partition("For full helptext")[0]
+    text, more = " ".join(re.sub(r"-{8,}", "", told).split()), f"clearhead {name} --help says more"
+    if found := re.search(r"Unrecognized options: (.*)", text.removeprefix("Unrecognized options ")):
+        return f"{name} does not take {found[1]}: clearhead {name} --help lists what it takes"
+    if "Missing from" in text:
+        missing = re.findall(r"^ {6}(\S.*?) *$", told, re.MULTILINE)  # deeper lines describe them
+        return f"{name} needs {' and '.join(missing)}: {more}"
+    if found := re.search(r"Missing value for argument '(.*?)'", text):
+        return f"{found[1]} needs a value: {more}"
+    if found := re.search(r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?)\)", text):
+        choices = sorted({*re.findall(r"'(.*?)'", found[3])} - {"None"})
+        near = nearest(found[1], choices)
+        return f'{found[2]} "{found[1]}" is not known{near}: choose from {", ".join(choices)}'
+    if found := re.search(r"Error parsing (\S+): .*?'([^']*)'.* Argument helptext: \S+ (\S+)", text):
+        wanted = {"INT": "a whole number", "FLOAT": "a number"}.get(found[3], found[3])
+        return f'{found[1]} "{found[2]}" is not allowed: it must be {wanted}'
+    return text
 
 
 def _check_options(name: str, arguments: list[str], command: Callable[..., None]) -> None:
