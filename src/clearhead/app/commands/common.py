@@ -257,6 +257,7 @@ def read_config(name: str) -> ch.ModelConfig:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} cannot be read as a config: {error}") from None
         if path.name != "config.json" or not ('"model_type"' in text or '"clearhead"' in text):
+            refuse(not text.strip(), f"{path} is empty: there is no config in it", ConfigError)
             return ch.ModelConfig.from_json(text)
         path = path.parent
     if path.is_dir() or is_gguf_file(path) or may_be_tower(path):

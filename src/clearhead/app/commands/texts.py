@@ -170,6 +170,10 @@ class TextOptions:
             with _lines(self.file) as lines:
                 for number, raw in enumerate(lines, 1):
                     place, values_read = f"{name} line {number}", dict[str, Any]()
+                    refuse(
+                        number == 1 and isinstance(raw, bytes) and b"\0" in raw,
+                        f"{name} is a binary file: give texts, one per line",
+                    )
                     try:
                         text = (raw.decode("utf-8") if isinstance(raw, bytes) else raw).rstrip("\r\n")
                         refuse(not text, "the line is blank: give some text")
@@ -183,6 +187,7 @@ class TextOptions:
                     else:
                         unused = {name: value for name, value in values_read.items() if name not in fields}
                         yield Input(fields, unused, place)
+            refuse(self.file is not None and not number, f"{name} is empty: there is no text in it")
         except (EOFError, OSError, zlib.error) as error:
             raise InputError(
                 f"{name} cannot be read after line {number}: {str(error).splitlines()[0]}"
