@@ -306,7 +306,7 @@ def test_plain_output(name, readers, clearhead, stdin):
         (["generate", "DECODER", "--file", "/nowhere/x.txt"], "/nowhere/x.txt cannot be read"),
         (["generate", "DECODER", "--file", "/dev/null"], "/dev/null is empty"),
         (["generate", "DECODER", "--file", sys.executable], "is a binary file: give texts, one per line"),
-        (["generate", __file__, "a"], "is a file and no GGUF file: name a directory"),
+        (["generate", __file__, "a"], "is a file and no GGUF file: name a model directory"),
         (["generate", "DECODER", "a", "--output", "/nowhere/x.txt"], "/nowhere/x.txt cannot be written"),
         (["generate", "DECODER", "a", "--batch-size", "0"], "batch-size 0"),
         (["generate", "DECODER", "a", "--tokenizer", "/nowhere/tokenizer.json"], "/nowhere/tokenizer.json"),

@@ -117,8 +117,9 @@ def no_model(path: Path) -> str:
             f"`{command} {vocabulary}.tiktoken`, with the vocabulary from whisper/assets in OpenAI's package"
         )
     if path.is_file():
-        folder = f"its directory {path.parent}" if path.with_name("config.json").is_file() else "a directory"
-        return f"{path} is a file and no GGUF file: name {folder}, or a GGUF file"
+        there = path.with_name("config.json").is_file()
+        wanted = f"its directory {path.parent}" if there else "a model directory"
+        return f"{path} is a file and no GGUF file: name {wanted}, or a GGUF file"
     return (
         f"{path} is not a directory: name a model directory or a GGUF file; one from the Hub is fetched by "
         f"`hf download {path} --local-dir DIR`"
