@@ -17,6 +17,7 @@ import torch
 import clearhead as ch
 from clearhead.learn.tasks.generation import asked_for, prompts_of
 from clearhead.run.generate.beam import beam_search
+from clearhead.run.generate.decode import steps_back
 from clearhead.run.generate.request import OPTIONS
 from clearhead.run.kernels.lora import add_lora, merge
 from clearhead.run.serve.adapters import Updates, updates_of
@@ -246,7 +247,7 @@ def ways(served: dict[str, ch.Model]) -> dict[tuple[str, str], Callable[[int], S
         pairs = [(updates_of(m.model, other.model, "x"), other) for other in others]
         found[shape, "plain"] = partial(mixed, m, every=True)
         found[shape, "draft of the text"] = partial(mixed, m, guessing=True, every=True)
-        if shape not in ("states", "linear"):  # a state cannot take a rejected token back
+        if steps_back(m.model):
             found[shape, "draft model"] = partial(mixed, m, draft=near(m), every=True)
         found[shape, "keys in 8 bits"] = partial(mixed, exact, cache="int8", every=True)
         found[shape, "every way to ask"] = partial(asked_every_way, m)
