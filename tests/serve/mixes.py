@@ -277,7 +277,8 @@ def asked_every_way(m: ch.Model, seed: int) -> ServeEngine:
         (choice,) = lines[f"line-{number}"]["choices"]
         assert choice["text"] == alone.text, said
         assert choice["finish_reason"] == ("length" if alone.stop_reason == "length" else "stop"), said
-        if wanted.get("temperature") or wanted.keys() & {"stop", "logprobs"}:
+        # Beams add up log-probabilities, which a repetition penalty changes otherwise than logits.
+        if wanted.get("temperature") or wanted.keys() & {"stop", "logprobs", "repetition_penalty"}:
             continue
         # A beam of one that takes its first end is greedy decoding.
         request, texts, ends = asked_for(m, [text], {**wanted, "num_beams": 1})
