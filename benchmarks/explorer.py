@@ -19,7 +19,8 @@ two seconds.
 
 Each part is printed and saved as soon as it is measured, so that a run that is cut off keeps what it has.
 
-python benchmarks/run.py explorer [--rounds 2] [--skip-deep] [--only-views] [--only-play] [--save]
+python benchmarks/run.py explorer [--rounds 2] [--skip-deep] [--only-views] [--only-play]
+[--smollm2 FILE.gguf] [--save]
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import uvicorn
@@ -394,6 +396,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--skip-deep", action="store_true")
     parser.add_argument("--only-views", action="store_true", help="measure no browser")
+    parser.add_argument(
+        "--smollm2", type=Path, help="its GGUF file: measure its views at 98 tokens, nothing else"
+    )
     parser.add_argument("--only-play", action="store_true", help="measure the frames of Play, nothing else")
     parser.add_argument("--save", action="store_true", help="keep each part once it is measured")
     options = parser.parse_args()
@@ -406,6 +411,10 @@ def main() -> None:
             about = {"browser": f"Chromium {browser.version}, headless, software rendering", "device": device}
             for m, given, title in play_models():
                 keep("cpu_explorer_play", play_frames(browser, m, given, title), **about)
+        return
+    if options.smollm2 is not None:
+        title = "views: SmolLM2-135M-Instruct, 98 tokens, one thread"
+        keep("cpu_explorer_views", views(ch.load(options.smollm2), 98, 1, title), device=device)
         return
     small = model(12, 12, 96, 256)
     title = "views: 256 tokens, 12 layers, 12 heads, width 96"
