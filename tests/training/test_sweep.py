@@ -100,5 +100,9 @@ def test_what_cannot_be_swept_is_refused(text, tmp_path, vary, message):
     with pytest.raises((ch.InputError, ch.ConfigError), match=message):
         ch.sweep([text], vary, recipe="char-gpt-cpu", settings=SETTINGS, out=tmp_path / "sweep", trials=3)
     assert not (tmp_path / "sweep").exists()
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ch.InputError, match=r"^\S+empty.txt is empty"):
+        ch.sweep(tmp_path / "empty.txt", {"train.lr": "1e-4..1e-2"}, out=tmp_path / "sweep")
+    assert not (tmp_path / "sweep").exists()
     with pytest.raises(ch.InputError, match="a grid needs values, not ranges"):
         ch.sweep([text], ["train.lr=1e-4..1e-3"], out=tmp_path / "sweep", method="grid")

@@ -29,6 +29,7 @@ from clearhead.hub.files import write_text
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.parallel.world import ALONE
 from clearhead.learn.recipe import Recipe, Settings, read_recipe
+from clearhead.learn.tasks.table import open_examples
 from clearhead.learn.training.events import LOG, Event, Started, read_log
 from clearhead.learn.training.folder import resumable
 from clearhead.learn.training.prepare import Job
@@ -262,6 +263,8 @@ def sweep(
     asked = list(drawn(tried, method, trials, seed))
     for one_of_each in asked[1:]:
         read_recipe(plan, one_of_each)  # refuses a key or a value that no recipe can have
+    if rows is None:
+        open_examples(plan.data)  # refuses files that no trial could read
     cores = os.cpu_count() or 1
     workers = (min(WORKERS, cores) if _device(plan) == "cpu" else 1) if workers is None else workers
     refuse(workers < 1, f"workers {workers} must be 1 or more")
