@@ -63,6 +63,7 @@ CASES = {
     "tool_schemas": "tools:run_tool_schemas",
     "dpo": "finetune:run_dpo",
     "dpo_trl": "finetune:run_dpo_trl",
+    "diffusion": "diffusion:run_diffusion",
     "grpo": "grpo:run_grpo",
     "embed": "finetune:run_embed",
     "kinds": "kinds:run_kinds",
