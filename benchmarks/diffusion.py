@@ -2,8 +2,8 @@
 
 Four models of one shape (LLaDA's, which is Llama's) learn the characters of a text for the same number of
 steps: autoregressive, block diffusion with blocks of 1 and 8, masked diffusion. Bits are of the last tenth of
-the text: exact for the first two, upper bounds for the others. Samples are judged by the autoregressive model:
-bits a character of what was generated, and the share of its words that the text has.
+the text: exact for the first two, upper bounds for the others. Samples are judged by the autoregressive
+model: bits a character of what was generated, and the share of its words that the text has.
 
 python benchmarks/run.py diffusion [FILE] [--steps N] [--save]
 """
