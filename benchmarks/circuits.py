@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from clearhead.inside.features.training import FeaturePlan, fit
 from clearhead.labs.lab import attention as lab
 from clearhead.labs.lab.experiment import Conditions
 from clearhead.labs.lab.learning import small_model, train
-from clearhead.labs.lab.tasks import FAMILIES_PLAN, WANTED, answers, draw_rows, model_of
+from clearhead.labs.lab.tasks import FAMILIES_PLAN, LENGTH, N_SYMBOLS, WANTED, answers, draw_rows, model_of
 
 SHOWN = 12  # edges of a record
 
@@ -313,10 +313,17 @@ def run_circuits() -> None:
 # Estimates and exact edge patching ------------------------------------------------------------------------
 
 
-def task_model(family: str, task: str) -> ch.Transformer:
-    """A model of the lab's families, trained on one of their tasks."""
+def experts_model() -> ch.Transformer:
+    """A decoder of the size of the lab's, with a mixture of experts, RoPE and shared keys and values."""
+    size = {"vocab_size": N_SYMBOLS + 1, "max_positions": 2 * LENGTH + 2, "d_ff": 64, "n_layers": 2}
+    kinds = {"n_experts": 4, "positions": "rope", "n_kv_heads": 2}
+    return ch.Transformer(small_model(**size, **kinds))
+
+
+def task_model(family: str, task: str, made: Callable[[], ch.Transformer] | None = None) -> ch.Transformer:
+    """A model of the lab's families, or the one that is made, trained on one of their tasks."""
     torch.manual_seed(0)
-    model = model_of(family)
+    model = model_of(family) if made is None else made()
 
     def loss_of(model: Any, rows: Tensor) -> Tensor:
         wanted = WANTED[task](rows)
@@ -334,8 +341,9 @@ def reversal(family: str) -> list[PromptPair]:
         row = [draw.randrange(8) for _ in range(8)]
         other = [(row[0] + draw.randrange(1, 8)) % 8, *row[1:]]
         written = [8, *row[:0:-1]]
-        pairs = [[*each, *[8] * 8] for each in (row, other)] if family == "encoder" else [row, other]
-        prompts.append(PromptPair(*pairs, row[0], other[0], None if family == "encoder" else written))
+        after = {"encoder": [8] * 8, "decoder": written, "encoder-decoder": []}[family]
+        target = written if family == "encoder-decoder" else None
+        prompts.append(PromptPair([*row, *after], [*other, *after], row[0], other[0], target))
     return prompts
 
 
@@ -344,18 +352,13 @@ def texts(*pairs: tuple[str, str]) -> list[PromptPair]:
     return [PromptPair(*pair) for pair in pairs]
 
 
-def compare(
-    m: Any, prompts: list[PromptPair], sample: int | None = None, place: int = -1
-) -> dict[str, object]:
+def compare(m: Any, prompts: list[PromptPair]) -> dict[str, object]:
     """Rank correlation with exact edge patching, and seconds of one core."""
-    runs = runs_of(m if isinstance(m, ch.Model) else ch.Model(m), prompts, "logit", "resample", place)
+    runs = runs_of(m if isinstance(m, ch.Model) else ch.Model(m), prompts, "logit", "resample", -1)
     edges = runs[0].graph.valid.nonzero()
-    count = len(edges)
-    if sample is not None:
-        edges = edges[torch.randperm(len(edges), generator=torch.Generator().manual_seed(0))[:sample]]
     start = time.process_time()
     exact = exact_scores(runs, edges)[edges[:, 0], edges[:, 1]]
-    record: dict[str, object] = {"edges": count, "patched": len(edges), "prompts": len(prompts)}
+    record: dict[str, object] = {"edges": len(edges), "prompts": len(prompts)}
     record["exact_s"] = round(time.process_time() - start, 2)
     for name, method, steps in (*((*both, 5) for both in METHODS.items()), ("halfway", METHODS["eap-ig"], 1)):
         start = time.process_time()
@@ -374,7 +377,7 @@ def spearman(a: Tensor, b: Tensor) -> float:
 def run_methods() -> None:
     """Hold EAP, EAP-IG and AtP* against exact edge patching on five small models.
 
-    "halfway" is the slope in the middle between both inputs, the place where EAP-IG takes most of its mean.
+    "halfway" is the slope in the middle between both inputs, the middle one of the points of EAP-IG.
     """
     options = arguments("Estimates of edges against exact edge patching.")
     torch.set_num_threads(1)
@@ -383,23 +386,18 @@ def run_methods() -> None:
         ("Tom was happy. He went to the park with his", "Tom was happy. He went to the pool with his"),
         ("Ben and Mia saw a dog. The", "Ben and Mia saw a cat. The"),
     )
-
-    def chemical() -> dict[str, object]:
-        prompts, places = reactions(options.rxnfp)
-        return compare(ch.load(options.rxnfp), prompts[:2], sample=300, place=places[0][0])
-
     jobs = {
         "lab induction": lambda: compare(induction_model(), induction_prompts(6)),
         "lab encoder": lambda: compare(task_model("encoder", "reverse"), reversal("encoder")),
         "lab encoder-decoder": lambda: compare(
             task_model("encoder-decoder", "reverse"), reversal("encoder-decoder")
         ),
+        "lab experts": lambda: compare(task_model("decoder", "reverse", experts_model), reversal("decoder")),
         "stories260K": lambda: compare(
             ch.load(options.stories / "hf", tokenizer=options.stories / "tok512.bin"), stories
         ),
-        "rxnfp": chemical,
     }
-    missing = {"stories260K": options.stories is None, "rxnfp": options.rxnfp is None}
+    missing = {"stories260K": options.stories is None}
     for title, job in jobs.items():
         if not missing.get(title) and title.startswith(options.only or ""):
             keep("edges", {"title": title, **job()}, device=device_name())
