@@ -322,6 +322,7 @@ export const compareSection = {
       const [first, second] = sides();
       if (!first || !second) return replace(shown);
       problem.textContent = "";
+      if (frame && (frame.first !== first || frame.second !== second)) replace(shown); // two other runs
       const [one, two] = await wait(Promise.all([first, second].map(nextOf)));
       const { answer, below } = framed(first, second);
       markPlaces();

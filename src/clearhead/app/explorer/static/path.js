@@ -417,6 +417,7 @@ export const pathSection = {
     const load = () => ask(async (wait) => {
       const [run, asked] = about();
       problem.textContent = "";
+      if (run !== shownRun || asked !== shownAsked) [finding, why].forEach((node) => replace(node)); // a sentence of something else
       if (!run || run.task === "embed") return;
       const [found, grid] = await wait(Promise.all([app.source.get(`run/${run.run}/paths?${asked}`), app.source.live ? null : app.source.get(`run/${run.run}/lens`).then((all) => new LensTables(run.columns).add(0, all), () => null)]));
       if (shownRun !== run) said = new Map();
