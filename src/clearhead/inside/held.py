@@ -249,12 +249,15 @@ class CutPass:
 
 
 def kept_cut(prepared: Prepared) -> CutPass:
-    """Return a pass that records what scores are made of; it is kept with a cached pass."""
-    if not isinstance(prepared, CachedPass) or not prepared.keeps_graph:
-        return CutPass.of(prepared, *LOOKS)
-    if "_cut" not in prepared.__dict__:
-        prepared.__dict__["_cut"] = CutPass.of(prepared, *LOOKS)
-    return cast(CutPass, prepared.__dict__["_cut"])
+    """Return a pass that records what scores are made of, on the CPU; it is kept with a cached pass."""
+    if "_cut" in prepared.__dict__:
+        return cast(CutPass, prepared.__dict__["_cut"])
+    weight = next(prepared.model.parameters())
+    here = prepared if weight.device.type == "cpu" else exact_copy(prepared, weight.dtype)
+    cut = CutPass.of(here, *LOOKS)
+    if isinstance(prepared, CachedPass) and prepared.keeps_graph:
+        prepared.__dict__["_cut"] = cut
+    return cut
 
 
 def _added(spec: StackSpec) -> list[str]:
