@@ -67,6 +67,12 @@ CONTESTS = {
                 "train.lr": "1.5e-3",
                 **SHORT,
             },
+            "rotary, dropout 0.35": {
+                "model.positions": "rope",
+                "model.dropout": "0.35",
+                "train.lr": "1.5e-3",
+                **SHORT,
+            },
             "modern": {**MODERN, "model.dropout": "0.25", **SHORT},
             "modern, later tokens": {
                 **MODERN,
@@ -247,6 +253,11 @@ class Race:
     def run(self) -> None:
         """Train all: first every arm with one seed, of each contest; then the best ones with the others."""
         names = list(self.options.contests)
+        for spec in self.options.alone:
+            arm, _, seed = spec.rpartition(":")
+            self.train(names[0], arm, int(seed), alone=True)
+        if self.options.alone:
+            return
         waiting = [(name, arm, SEEDS[0]) for name in names for arm in CONTESTS[name].arms]
         left = {name: len(CONTESTS[name].arms) for name in names}
         active: dict[Future[dict[str, object]], str] = {}
@@ -332,11 +343,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("/tmp/arms"))
     parser.add_argument("--side-by-side", type=int, default=12)
     parser.add_argument("--seconds", type=float, default=360)
+    parser.add_argument("--alone", nargs="*", default=[], metavar="ARM:SEED", help="one after the other")
     parser.add_argument("--tiny", action="store_true", help="a trial on a CPU")
     options = parser.parse_args()
     options.runs.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
-    sharing = not options.tiny and torch.cuda.is_available()
+    sharing = not (options.tiny or options.alone) and torch.cuda.is_available()
     environment = shared_gpu(options.runs) if sharing else os.environ
     if sharing and environment is os.environ:
         options.side_by_side = min(options.side_by_side, 4)

@@ -29,7 +29,7 @@ SETTINGS = {"flats-1500": ("data.task=regress",)}  # what a command needs to be 
 Arms = dict[str, dict[str, Any]]
 # Of each task the figure that is compared, and whether more of it is better
 FIGURES = {
-    "lm": ("bits_per_byte", False),
+    "lm": ("loss", False),
     "classify": ("accuracy", True),
     "regress": ("spearman", True),
     "tag": ("accuracy", True),

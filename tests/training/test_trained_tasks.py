@@ -299,6 +299,20 @@ def test_the_command_prints_the_number(run, clearhead):
     )
 
 
+def test_numbers_of_any_scale_are_learned_in_units_of_their_deviation(tmp_path):
+    path = tmp_path / "prices.tsv"
+    rows = [f"{'a ' * (row % 5 + 1)}{row}\t{1000 + 100 * (row % 5)}" for row in range(300)]
+    path.write_text("\n".join(["text\tlabel", *rows, ""]))
+    losses = {}
+    for standardise in (False, True):
+        settings = [*COUNTED, "train.steps=30", f"train.standardise={str(standardise).lower()}"]
+        done = ch.train(path, out=tmp_path / f"run-{standardise}", settings=settings)
+        losses[standardise] = done.metrics["loss"]  # the mean squared error itself, either way
+    assert losses[True] < 25_000 < 1e6 < losses[False]  # the variance is 20,000, the mean squared 1.4 million
+    with pytest.raises(ConfigError, match=r"train.standardise is for numbers"):
+        ch.train(path, settings=[*COUNTED[1:], "train.standardise=true"], out=tmp_path / "classes")
+
+
 def test_what_is_no_number_is_refused(run, tmp_path):
     path = tmp_path / "bad.tsv"
     path.write_text("text\tlabel\na b\t1.5\nc\tmany\n")

@@ -116,6 +116,7 @@ class TrainPlan:
     # weights of the tokens after the next as further targets of the same logits, such as 0.5, 0.25
     future_tokens: tuple[float, ...] = ()
     class_weights: Literal["balanced"] | None = None  # rare classes weigh more; None: all alike
+    standardise: bool = False  # regress: learn numbers in deviations from their mean
     loss_chunk: int | None = None  # rows of logits at a time; None: by the vocabulary
     preference: str = "sigmoid"  # prefer: the loss of pairs, DPO's sigmoid or a variant: ipo, hinge, ...
     mtp_weight: float = 0.0  # of the loss of MTP layers (model.n_mtp_layers); the paper: 0.3, later 0.1

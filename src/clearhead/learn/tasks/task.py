@@ -249,7 +249,7 @@ class Task:
         """Return the module to train."""
         return loaded.model
 
-    def ready(self, loaded: Bundle, recipe: Recipe) -> str:
+    def ready(self, loaded: Bundle, recipe: Recipe, corpus: Corpus) -> str:
         """Add what the task needs to a new model, such as a chat template; return a note, or ""."""
         return ""
 

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +40,7 @@ from clearhead.learn.tasks.task import DECODER, ENCODER, ENCODER_DECODER, ClassT
 from clearhead.learn.training import build, machine, optim, weights
 from clearhead.learn.training.captured import can_capture, capture_steps
 from clearhead.learn.training.events import Note, OnEvent
+from clearhead.learn.training.fit import fitted
 from clearhead.learn.training.folder import first_example
 from clearhead.learn.training.loop import TrainingRun
 from clearhead.learn.training.state import CACHE
@@ -69,6 +70,7 @@ class Job:
     world: World = ALONE
     stop: Callable[[], bool] = lambda: False  # called after each step; True: save and end
     keep: Callable[[], None] = lambda: None  # called at the first checkpoint: the folder is the new run's
+    given: Set[str] | None = None  # the keys that were set without a recipe; None: the recipe has all
 
     def note(self, line: str) -> None:
         """Report a sentence."""
@@ -83,8 +85,11 @@ def prepare(recipe: Recipe, job: Job) -> TrainingRun:
     task.check_metric(recipe.train.metric)
     for line in (*corpus.notes, *task.remarks(corpus)):
         job.note(line)
-    base = build.base_of(recipe)
     device = best_device(recipe.train.device)
+    recipe, line = fitted(recipe, job.given, name, corpus, device.type == "cuda")
+    if line:
+        job.note(line)
+    base = build.base_of(recipe)
     precision = machine.choose_precision(recipe.train, device)
     world.agree({**facts(corpus), "precision": precision.name})
     loaded = task.model_for(recipe, corpus, base)
@@ -94,7 +99,7 @@ def prepare(recipe: Recipe, job: Job) -> TrainingRun:
         loaded = build.build(
             recipe, name, tokenizer, special, corpus.labels, image, base, large=device.type != "cpu"
         )
-    if line := task.ready(loaded, recipe):
+    if line := task.ready(loaded, recipe, corpus):
         job.note(line)
     recipe = recipe.replace("data", task=name)
     batches = encode_batches(recipe, task, corpus, loaded, job)
@@ -284,6 +289,8 @@ def mistakes_of(plan: TrainPlan, task: Task, loaded: Model, world: World) -> Ite
     for name in ("z_loss", "future_tokens"):
         if getattr(plan, name) and not vocabulary:
             yield f"train.{name} is for tasks that predict tokens, and {own}: leave it out"
+    if plan.standardise and task.name != "regress":
+        yield f"train.standardise is for numbers (regress), and this is {task.name}: leave it out"
     if plan.future_tokens and config.head != "lm":
         yield f"train.future_tokens looks ahead, and {task.name} fills in on both sides: leave it out"
     if plan.future_tokens and mesh.context > 1:

@@ -30,6 +30,7 @@ from clearhead.learn.recipe import BASE, SECTIONS, Recipe, Settings, read_recipe
 from clearhead.learn.tasks import table
 from clearhead.learn.training import build, faults, loop, machine, optim, weights
 from clearhead.learn.training.events import Finished, Note, OnEvent, Reason, Started, Validated, logged
+from clearhead.learn.training.fit import names_of
 from clearhead.learn.training.folder import (
     command_to_try,
     leave_adapter,
@@ -128,7 +129,8 @@ def train(
             plan, folder, rows = planned(data, recipe, out, settings)
         else:
             folder = Path(resume)
-        job = Job(folder, tell, world, stop)
+        named = recipe is not None or resume is not None
+        job = Job(folder, tell, world, stop, given=None if named else names_of(settings))
         if resume is not None or world.once(lambda: ours(folder)):
             with world.holding(resumed_folder(folder, tell), folder):
                 return _resume(job, settings if resume is not None else ())
@@ -214,6 +216,7 @@ def _pretrain(recipe: Recipe, job: Job) -> Trained:
             "layer_decay": 1.0,
         },  # keep trained weights, and there are none yet
         "class_weights": None,
+        "standardise": False,
     }
     recipe = recipe.replace("train", steps=steps, epochs=None, **later)
     return _start(recipe.replace("data", task="mlm", texts_only=True), job)
@@ -543,7 +546,7 @@ def rehearse(
         on_event(Note(f"first stage: {plan.train.pretrain:,} steps of masked language modelling; not shown"))
         plan = plan.replace("train", pretrain=0)
     with tempfile.TemporaryDirectory() as work, joined() as world:
-        job = Job(Path(work), on_event, world)
+        job = Job(Path(work), on_event, world, given=None if recipe else names_of(settings))
         run = prepare(with_rows(plan, rows, job), job)
         decided = read_recipe(job.folder / RECIPE)
         first, (count, n_trained) = run.train.at(0), parameter_counts(run.model)

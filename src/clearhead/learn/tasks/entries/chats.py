@@ -167,7 +167,7 @@ class ChatTask(Task):
     usual = DECODER
     command = "chat {folder} TEXT"
 
-    def ready(self, loaded: Bundle, recipe: Recipe) -> str:
+    def ready(self, loaded: Bundle, recipe: Recipe, corpus: Corpus) -> str:
         """Give the model its chat template."""
         return set_template(loaded, recipe.tokens.template)
 

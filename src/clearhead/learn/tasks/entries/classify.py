@@ -29,9 +29,10 @@ from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.data.tables import Record, listed
 from clearhead.learn.evaluation.metrics import METRICS, Judged, count_classes
 from clearhead.learn.losses import Answered
-from clearhead.learn.recipe import GeneratePlan
+from clearhead.learn.recipe import GeneratePlan, Recipe, TrainPlan
 from clearhead.learn.tasks.task import VISION, Answers, ClassTask, Scored, Side, Task, sampled
 from clearhead.run.api import Model
+from clearhead.run.bundle import Bundle
 
 
 class LabelBatches(Bucketed):
@@ -335,10 +336,18 @@ class Rated(Labelled):
         return cls(row.text, row.label, row.pair)
 
 
+def mean_and_deviation(corpus: Corpus) -> tuple[float, float]:
+    """Return the mean of the numbers to learn, and their deviation from it; 1 where all are the same."""
+    rows: Any = corpus.train
+    numbers = np.array([float(row.label) for row in rows])
+    return float(numbers.mean()), float(numbers.std()) or 1.0
+
+
 class Regress(LabelTask):
     """A number for a text or a pair of texts."""
 
     name = "regress"
+    unit = 1.0  # errors are divided by it in training
     row = Rated
     guessed = False  # rows of text and number could also be classes
     outputs = 1
@@ -350,9 +359,29 @@ class Regress(LabelTask):
         """Return the number of each row."""
         return np.array([float(row.label) for row in rows], dtype=np.float32)
 
+    def ready(self, loaded: Bundle, recipe: Recipe, corpus: Corpus) -> str:
+        """Let a fresh output layer begin at the mean of the numbers, with their deviation as its unit."""
+        if not recipe.train.standardise or loaded.folder is not None:
+            return ""
+        mean, deviation = mean_and_deviation(corpus)
+        out: Any = loaded.model.head.out
+        with torch.no_grad():
+            out.weight *= deviation
+            out.bias.fill_(mean)
+        return f"numbers are learned in units of {deviation:.4g}, their deviation from a mean of {mean:.4g}"
+
+    def settled(self, plan: TrainPlan, loaded: Bundle, corpus: Corpus) -> Self:
+        """Divide errors by the deviation of the numbers, where the recipe asks for it."""
+        task = super().settled(plan, loaded, corpus)
+        return task.with_values(unit=mean_and_deviation(corpus)[1]) if plan.standardise else task
+
     def loss(self, outputs: Tensor, batch: Batch, smoothing: float = 0.0) -> Tensor:
         """Return the summed squared error: [B, 1] -> []."""
-        return (wide(outputs)[:, 0] - batch.targets).square().sum()
+        return ((wide(outputs)[:, 0] - batch.targets) / self.unit).square().sum()
+
+    def row_losses(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """See `Task.row_losses`; they are in the unit of the data."""
+        return Task.row_losses(self.with_values(unit=1.0), outputs, batch)
 
     def answers(self, outputs: Tensor, batch: Batch) -> Answered:
         """Return the number of each row, and the right one."""

@@ -194,7 +194,7 @@ class Embed(Task):
                 "scores": np.array([row.score for row in group], np.float32),  # None becomes NaN
             }
 
-    def ready(self, loaded: Bundle, recipe: Recipe) -> str:
+    def ready(self, loaded: Bundle, recipe: Recipe, corpus: Corpus) -> str:
         """Give a model that has none a way to make one vector of a text."""
         if loaded.sentences is None:
             loaded.sentences = Sentences("mean", normalise=True)

@@ -1,0 +1,62 @@
+"""Defaults by the data: without a recipe, and nothing that the user has set."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+import clearhead as ch
+from clearhead.learn.data.examples import Corpus
+from clearhead.learn.recipe import read_recipe, recipe_names
+from clearhead.learn.training.events import Note
+from clearhead.learn.training.fit import FAR, PATIENCE, POINTS, fitted, names_of
+
+
+def corpus(size: int, rows: int = 1) -> Corpus:
+    return Corpus("text", [None] * rows, [], (), "", (), size)
+
+
+def test_a_point_is_met_and_steps_lie_between_two():
+    first, second = POINTS["lm"][:2]
+    recipe, line = fitted(read_recipe(None), frozenset(), "lm", corpus(first.amount))
+    assert recipe.model["d_model"] == first.width and recipe.train.steps == first.steps
+    assert recipe.train.patience == PATIENCE and f"{first.steps:,} steps at most" in line
+    middle = round((first.amount * second.amount) ** 0.5)
+    steps = fitted(read_recipe(None), frozenset(), "lm", corpus(middle))[0].train.steps
+    assert steps == pytest.approx((first.steps + second.steps) / 2, abs=1)
+
+
+@pytest.mark.parametrize("settings", [{"model.d_model": 64}, {"model.base": "gpt2"}])
+def test_a_model_of_the_users_own_is_left_alone(settings):
+    recipe = read_recipe(None, settings)
+    assert fitted(recipe, names_of(settings), "lm", corpus(1000)) == (recipe, "")
+
+
+def test_a_recipe_is_left_alone_whatever_the_data():
+    for name in recipe_names():
+        recipe = read_recipe(name)
+        assert fitted(recipe, None, recipe.data.task or "lm", corpus(1000)) == (recipe, "")
+    assert fitted(read_recipe(None), frozenset(), "lm", corpus(1000), on_gpu=True) == (read_recipe(None), "")
+
+
+def test_what_is_set_stays_and_far_from_every_point_nothing_is_chosen():
+    settings = ["train.lr=0.5", "train.epochs=3"]
+    recipe, line = fitted(read_recipe(None, settings), names_of(settings), "lm", corpus(1000))
+    assert (recipe.train.lr, recipe.train.epochs, recipe.train.steps) == (0.5, 3, None)
+    assert recipe.train.patience is None and "rate 0.5" in line and "steps" not in line
+    plain = read_recipe(None)
+    for amount in (POINTS["lm"][0].amount / FAR * 0.9, POINTS["lm"][-1].amount * FAR * 1.1):
+        assert fitted(plain, frozenset(), "lm", corpus(int(amount))) == (plain, "")
+
+
+def test_a_run_without_a_recipe_says_what_it_chose(tmp_path):
+    draw = random.Random(0)
+    rows = [{"text": f"size {size}", "label": 100.0 * size} for size in draw.choices(range(9), k=400)]
+    notes = []
+    settings = {"data.task": "regress", "train.steps": 20, "train.validate_every": 20, "train.samples": 0}
+    done = ch.train(rows, out=tmp_path / "run", settings=settings, on_event=notes.append)
+    lines = [event.line for event in notes if isinstance(event, Note)]
+    assert any(line.startswith("by the data, ") and "rows: 2 layers of width 64" in line for line in lines)
+    assert done.model.config.d_model == 64 and done.step == 20
+    assert read_recipe(tmp_path / "run" / "train.toml").train.standardise
