@@ -16,7 +16,7 @@ import numpy as np
 from clearhead.learn.data.examples import Corpus
 from clearhead.learn.recipe import Recipe, Settings
 
-CHECKS, PATIENCE = 20, 6  # validations in a run; without progress, the last
+CHECKS, PATIENCE = 20, 10  # validations in a run; without progress, the last
 FAR = 8.0  # times the amount of a point, or a share of it, up to which the point says something
 LENGTH = ("train.steps", "train.validate_every", "train.patience")
 
@@ -58,12 +58,12 @@ WORDS = {"tokens.vocab_size": 8192}  # most words are one token
 POINTS: Mapping[str, Sequence[Point]] = {
     "lm": (
         Point(900, 64, 1, 0.2, 200, 3e-3, 8, 4.0, {"model.max_positions": 32, "model.init": "gpt2"}),
-        Point(18_000, 64, 2, 0.1, 600, 4e-3, 16, 2.7, decoder(64, 64)),
+        Point(18_000, 64, 2, 0.1, 600, 4e-3, 16, 2.4, decoder(64, 64)),
         Point(180_000, 96, 3, 0.0, 800, 3e-3, 16, 2.3, decoder(96, 128)),
     ),
     "classify": (
         Point(90, 64, 1, 0.3, 100, 2e-3, 16, more={**encoder(), **WORDS, **AVERAGED}),
-        Point(1_800, 64, 1, 0.3, 600, 2e-3, 32, more={**encoder(), **WORDS}),
+        Point(1_800, 128, 1, 0.5, 600, 1e-3, 32, more={**encoder(), **WORDS}),
         Point(18_000, 64, 1, 0.3, 2000, 2e-3, 64, more={**encoder(), **WORDS}),
     ),
     "regress": (Point(1_350, 64, 2, 0.0, 400, 2e-3, 32, more=encoder(**{"train.standardise": True})),),

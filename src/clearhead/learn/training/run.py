@@ -209,14 +209,8 @@ def _pretrain(recipe: Recipe, job: Job) -> Trained:
     job.note(f"first stage: {steps:,} steps of masked language modelling")
     later = {
         **{"pretrain": 0, "metric": None, "patience": None, "average": 0},  # are of the second stage
-        **{
-            "lora": 0,
-            "quantize": None,
-            "freeze": (),
-            "layer_decay": 1.0,
-        },  # keep trained weights, and there are none yet
-        "class_weights": None,
-        "standardise": False,
+        **{"lora": 0, "quantize": None, "freeze": (), "layer_decay": 1.0},  # keep trained weights: none yet
+        **{"class_weights": None, "standardise": False},
     }
     recipe = recipe.replace("train", steps=steps, epochs=None, **later)
     return _start(recipe.replace("data", task="mlm", texts_only=True), job)
