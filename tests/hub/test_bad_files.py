@@ -251,7 +251,7 @@ def test_the_links_of_a_hub_cache_are_followed(folder: Path) -> None:
 
 def test_no_directory_at_all(folder: Path) -> None:
     assert not lacking(folder / "nothing", "not a directory")
-    assert not lacking(folder / "config.json", "not a directory")
+    assert not lacking(folder / "config.json", "is a file and no GGUF file")
     empty = folder.parent / "empty"
     empty.mkdir()
     assert not lacking(empty, "config.json does not exist")

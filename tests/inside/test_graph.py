@@ -240,6 +240,15 @@ def test_terms_add_up_to_the_score_and_each_part_is_what_goes_without_it(name):
     score = float(seen[f"{part}.scores"][0, 2, 3, 2])
     assert found.inexact is None and found.score == pytest.approx(score, abs=1e-12)
     assert sum(term.value for term in found.terms) + found.position == pytest.approx(score, abs=1e-10)
+    if not more:  # features and what they leave over are the feed-forward that they take apart
+        whole = {(term.query, term.key): term.value for term in found.terms}
+        own = looks(model, given, head, 3, 2, count=10_000, features=[dictionary(model, 0, "transcoder")])
+        apart = [term for term in own.terms if term.key.startswith(("feature 0.", "error 0"))]
+        for query in {term.query for term in apart if not term.query.startswith(("feature", "error"))}:
+            value = sum(term.value for term in apart if term.query == query)
+            assert value == pytest.approx(whole[query, "feedforward 0"], abs=1e-10)
+        assert len({term.key for term in apart}) > 2
+        assert sum(term.value for term in own.terms) + own.position == pytest.approx(score, abs=1e-10)
     cut, number = CutPass.of(prepared), 2
     tap = "encoder.blocks.0.feedforward.out" if more else "blocks.0.feedforward.out"
     stack, query = ("encoder.", "embedding") if more else ("", "feedforward 0")

@@ -26,9 +26,10 @@ Shapes: H heads, T readers, S sources, R readers that the head of the model read
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from clearhead.errors import InputError, refuse
 from clearhead.hub.tokens.text import labels
 from clearhead.inside import held, inputs, names, results
 from clearhead.inside.alignments import positions as token_positions
+from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.interventions import patched_scores
 from clearhead.inside.logit_attribution import (
     AddedPart,
@@ -128,7 +130,7 @@ class Paths(results.Result, Compared):
 class ScoreTerm(results.Result):
     """What the query that one part makes and the key that another makes give together."""
 
-    query: str  # "embedding", a head, "feedforward 3", "bias"
+    query: str  # "embedding", a head, "feedforward 3", "feature 3.17" with "error 3", "bias"
     key: str
     value: float
 
@@ -200,11 +202,13 @@ def looks(
     target: inputs.Target = None,
     pair: str | None = None,
     count: int = 20,
+    features: Sequence[str | Path | Dictionary] = (),
 ) -> Looks:
     """Return what made a head look from one token at another: its score as a sum over pairs of parts.
 
     The arguments are `prepare`'s, and a head by its name with its reader and source by their positions;
-    `count` is how many terms and edges are kept, the largest first.
+    `count` is how many terms and edges are kept, the largest first. `features`: folders of sparse
+    dictionaries, or dictionaries, by which feed-forwards are taken apart.
     """
     prepared = inputs.prepare(m, given, target, pair)
     (looking,) = names.find_heads(prepared.m.config, [head])
@@ -227,11 +231,18 @@ def looks(
     except InputError as why:
         edges = _odds_by_slope(prepared, looking, reader, source, count)
         return Looks(str(looking), reader, source, math.nan, math.nan, (), math.nan, tuple(edges), str(why))
-    cut = held.kept_cut(prepared)
-    return _score_of(cut, looking, reader, source, count)
+    dictionaries = held.dictionaries_of(prepared.model, features)
+    return _score_of(held.kept_cut(prepared), looking, reader, source, count, dictionaries)
 
 
-def _score_of(cut: held.CutPass, looking: names.AttentionHead, reader: int, source: int, count: int) -> Looks:
+def _score_of(
+    cut: held.CutPass,
+    looking: names.AttentionHead,
+    reader: int,
+    source: int,
+    count: int,
+    dictionaries: Mapping[str, Dictionary],
+) -> Looks:
     """Return the score of one query and key as a sum over pairs of parts."""
     scores, number = held.Scores.of(cut, looking.part), looking.number
     q, k, total = scores.q[number, reader], scores.k[number, source], scores.total[number, reader, source]
@@ -251,8 +262,12 @@ def _score_of(cut: held.CutPass, looking: names.AttentionHead, reader: int, sour
             short = name.replace("blocks.", "").replace(".feedforward.out", "")
             if not name.endswith(held.HEADS):
                 part = name if name.endswith("embedding") else f"feedforward {short}"
-                parts[part] = slope @ cut.leaves[name][0, place].detach()
-                edges.append(Edge(part, place, place, float(factor * (parts[part] @ other))))
+                added = {part: cut.leaves[name][0, place].detach()}
+                if name in dictionaries:
+                    added = _features_of(cut, dictionaries[name], place, short)
+                made = {each: slope @ vector for each, vector in added.items()}
+                parts |= made
+                edges += [Edge(each, place, place, float(factor * (x @ other))) for each, x in made.items()]
                 continue
             attention = next(
                 each for each in names.patterned(cut.prepared.m.config) if f"{each.part}.out" == name
@@ -278,6 +293,16 @@ def _score_of(cut: held.CutPass, looking: names.AttentionHead, reader: int, sour
     rest = float(table.sum()) - math.fsum(term.value for term in terms)
     kept = _largest((edge for edge in edges if edge.value), count)
     return Looks(str(looking), reader, source, float(total), position, terms, rest, tuple(kept), None)
+
+
+def _features_of(cut: held.CutPass, own: Dictionary, place: int, layer: str) -> dict[str, Tensor]:
+    """Return what each feature of a feed-forward adds at one token, and what they leave over: [D] each."""
+    whole = cut.leaves[own.out][0, place].detach()
+    with torch.no_grad():
+        active = own.encode(cut[own.at][0, place : place + 1].detach().double())[0]
+        numbers = active.nonzero()[:, 0].tolist()
+        added = {f"feature {layer}.{n}": (active[n] * own.W_dec[n]).to(whole) for n in numbers}
+    return {**added, f"error {layer}": whole - sum(added.values(), torch.zeros_like(whole))}
 
 
 def _odds_by_slope(

@@ -23,7 +23,6 @@ Nodes and edges are pruned by influence, as in circuit-tracer: edges into a node
 their sizes, and a node's influence is its share of the logit over all paths.
 """
 
-import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,12 +37,21 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse, refuse_outside
 from clearhead.inside import inputs, results
 from clearhead.inside.direct_effects import TINY, Effects, GraphEdge, Node
-from clearhead.inside.features.dictionary import Dictionary, load
-from clearhead.inside.held import HEADS, CutPass, exact_copy, holding, refuse_unscored, removing
+from clearhead.inside.features.dictionary import Dictionary
+from clearhead.inside.held import (
+    HEADS,
+    CutPass,
+    dictionaries_of,
+    exact_copy,
+    holding,
+    on_cpu,
+    refuse_unscored,
+    removing,
+)
 from clearhead.inside.interventions import OnRows
 from clearhead.inside.logit_attribution import Compared, LogitQuery
 from clearhead.inside.names import part_of
-from clearhead.variants.contexts import edit, evaluating, record, tap_names
+from clearhead.variants.contexts import edit, evaluating, record
 
 CANDIDATES = 600
 
@@ -121,32 +129,9 @@ def _strongest(edges: Iterable[GraphEdge]) -> tuple[GraphEdge, ...]:
 # Building ---------------------------------------------------------------------------------------------------
 
 
-def _dictionaries(model: Transformer, features: Sequence[str | Path | Dictionary]) -> dict[str, Dictionary]:
-    """Return dictionaries by the feed-forward output that they write."""
-    found: dict[str, Dictionary] = {}
-    for given in features:
-        own = copy.deepcopy(given if isinstance(given, Dictionary) else load(given)).double().cpu()
-        part = own.out.removesuffix(".out")
-        refuse(
-            len(own.reads) > 1 or not part.endswith(".feedforward") or own.at not in (own.out, f"{part}.in"),
-            "a graph takes dictionaries of the output of a feed-forward, read from it or from its input: "
-            f"this one reads {own.at} and writes {own.out}",
-        )
-        refuse(own.out not in tap_names(model), f"this model has no {own.out}, which the dictionary writes")
-        width = model.config.d_model
-        refuse(
-            own.d_in != width or own.d_out != width,
-            f"the dictionary of {own.out} is of {own.d_in} dimensions, and this model has {width}: "
-            "it was trained on another model",
-        )
-        refuse(own.out in found, f"two dictionaries are of {own.out}: give one")
-        found[own.out] = own
-    return found
-
-
 def refuse_unfit(model: Transformer, features: Sequence[Dictionary]) -> None:
     """Refuse dictionaries of which a graph of this model takes none."""
-    _dictionaries(model, features)
+    dictionaries_of(model, features)
 
 
 def _influence(tables: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -209,7 +194,7 @@ def graph(
     if scores:
         refuse_unscored(prepared)
     query = LogitQuery.of(prepared.m, prepared, token, position, against=against, parts=False)
-    dictionaries = _dictionaries(prepared.model, features)
+    dictionaries = dictionaries_of(prepared.model, features)
     cut = CutPass.of(prepared, "v", "pattern", *(("q", "k", "scores") if scores else ()))
     effects = Effects(query, cut, dictionaries, neurons, scores)
     some = effects.candidates(candidates)
@@ -290,7 +275,7 @@ def without_edges(
     later parts do, once with patterns, norms and gates held, once with their own. Edges are those of a graph
     whose nodes are embeddings, heads, feed-forwards and neurons; other arguments are `contributions`'.
     """
-    prepared = inputs.prepare(m, given, target, pair)
+    prepared = on_cpu(inputs.prepare(m, given, target, pair))
     query = LogitQuery.of(prepared.m, prepared, token, position, against=against, parts=False)
     cut, read = CutPass.of(prepared), query.read
     effects: list[EdgeEffect] = []

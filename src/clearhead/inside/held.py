@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from threading import get_ident
 from typing import cast
 
@@ -31,11 +32,12 @@ from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.core.transformer import Output, Transformer
 from clearhead.errors import refuse
 from clearhead.inside import names
+from clearhead.inside.features.dictionary import Dictionary, load
 from clearhead.inside.inputs import CachedPass, Prepared
 from clearhead.inside.logit_attribution import freeze
 from clearhead.inside.names import part_of
 from clearhead.run.quant.layers import quantized_parts
-from clearhead.variants.contexts import Recording, edit, evaluating, record
+from clearhead.variants.contexts import Recording, edit, evaluating, record, tap_names
 from clearhead.variants.kinds import GlobalKind
 
 
@@ -85,6 +87,35 @@ def exact_copy(prepared: Prepared, dtype: torch.dtype = torch.float64) -> Prepar
     given = {name: x if x is None else x.cpu().to(dtype if x.is_floating_point() else x.dtype)
              for name, x in given.items()}  # fmt: skip
     return Prepared(m, tokens=prepared.tokens, source_tokens=prepared.source_tokens, **given)
+
+
+def on_cpu(prepared: Prepared) -> Prepared:
+    """Return the same inputs with the model on the CPU: themselves, where it is there."""
+    weight = next(prepared.model.parameters())
+    return prepared if weight.device.type == "cpu" else exact_copy(prepared, weight.dtype)
+
+
+def dictionaries_of(model: Transformer, features: Sequence[str | Path | Dictionary]) -> dict[str, Dictionary]:
+    """Return dictionaries by the feed-forward output that they write."""
+    found: dict[str, Dictionary] = {}
+    for given in features:
+        own = copy.deepcopy(given if isinstance(given, Dictionary) else load(given)).double().cpu()
+        part = own.out.removesuffix(".out")
+        refuse(
+            len(own.reads) > 1 or not part.endswith(".feedforward") or own.at not in (own.out, f"{part}.in"),
+            "a dictionary here is of the output of a feed-forward, read from it or from its input: "
+            f"this one reads {own.at} and writes {own.out}",
+        )
+        refuse(own.out not in tap_names(model), f"this model has no {own.out}, which the dictionary writes")
+        width = model.config.d_model
+        refuse(
+            own.d_in != width or own.d_out != width,
+            f"the dictionary of {own.out} is of {own.d_in} dimensions, and this model has {width}: "
+            "it was trained on another model",
+        )
+        refuse(own.out in found, f"two dictionaries are of {own.out}: give one")
+        found[own.out] = own
+    return found
 
 
 # Holding ----------------------------------------------------------------------------------------------------
@@ -252,9 +283,7 @@ def kept_cut(prepared: Prepared) -> CutPass:
     """Return a pass that records what scores are made of, on the CPU; it is kept with a cached pass."""
     if "_cut" in prepared.__dict__:
         return cast(CutPass, prepared.__dict__["_cut"])
-    weight = next(prepared.model.parameters())
-    here = prepared if weight.device.type == "cpu" else exact_copy(prepared, weight.dtype)
-    cut = CutPass.of(here, *LOOKS)
+    cut = CutPass.of(on_cpu(prepared), *LOOKS)
     if isinstance(prepared, CachedPass) and prepared.keeps_graph:
         prepared.__dict__["_cut"] = cut
     return cut

@@ -425,7 +425,7 @@ class PageRun:
 
     def looks(self, head: str, reader: int, source: int) -> dict[str, Any]:
         """Return what made a head look from one token at another."""
-        return looks(self.m, self.prepared, head, reader, source).to_dict()
+        return looks(self.m, self.prepared, head, reader, source, features=self.features()).to_dict()
 
     def reads(self, layer: int, reader: int) -> dict[str, Any]:
         """Return which earlier parts made what a feed-forward reads at one token, each with its share."""
