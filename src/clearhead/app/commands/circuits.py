@@ -250,4 +250,4 @@ def _circuit_tables(found: Circuit) -> Iterator[Any]:
     yield table("what edges carry: 0 as with none, 1 as the model", headings, rows)
     yield f"metric: {found.full:+.4f} with all edges, {found.empty:+.4f} with none ({found.ablation})"
     if found.metric != "kl" and found.full <= found.empty:
-        yield "the answer is no likelier with the edges than without: choose prompts that the model answers apart"
+        yield "the answer is no likelier with all edges: choose prompts that the model answers differently"
