@@ -131,12 +131,12 @@ class Experts(nn.Module):
         X, A, D = spec.n_experts, spec.n_active_experts, spec.d_model
         # Softmax over the chosen; or over all, then the chosen and their sum. Weights and indices on top.
         softmax = A if spec.router_order == "topk_softmax" else X + A + 1
-        each = softmax * run.wide + A * (run.size + 3 * INDEX)
+        each = softmax * run.wide + A * (run.size + 4 * INDEX)
         yield linear_step(f"{name}.router", "feedforward", rows, D, X, spec.router_bias, kept=rows * each)
         if spec.router_correction:
             yield Step(f"{name}.correction", "feedforward", X)
-        # Inputs of the experts, one for each matmul in half precision, outputs, and these weighted.
-        each = (3 if run.half and spec.gated else 2) * run.size + run.wide
+        # Inputs of the experts, one for each matmul in half precision, and outputs.
+        each = (3 if run.half and spec.gated else 2) * run.size
         yield Step(f"{name}.sorted", "feedforward", kept=rows * A * D * each)
         yield from feedforward_steps(spec, run, f"{name}.experts", rows * A, spec.d_expert, X, idle=X - A)
         if spec.d_shared_expert:
