@@ -388,7 +388,7 @@ def test_what_fits_no_other_task_says_so(layouts: Path, tmp_path: Path) -> None:
         ch.load(tmp_path / "marked")
     complaint = r"a vector for each token \(ColBERT\) of a text, and the task embed is of one vector"
     with pytest.raises(ch.InputError, match=complaint):
-        TASKS["embed"].ready(m, ch.Recipe())
+        TASKS["embed"].ready(m, ch.Recipe(), None)
     with pytest.raises(ch.ClearheadError, match=r"from a copy of the directory without modules.json"):
         ch.export(m, tmp_path / "m.onnx")
     assert ch.inside.similarity(m, "the cat", "the cat").cosine == pytest.approx(1, abs=1e-6)

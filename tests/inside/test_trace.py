@@ -410,7 +410,7 @@ def test_the_table_fits_the_terminal(width, folders):
         (["gpt2", "the", "--target", "sat"], "leave it out"),
         (["t5", "the", "--pair", "sat"], "leave it out"),
         (["vit", "the cat"], "the cat"),
-        (["image", "the"], "not a directory"),
+        (["image", "the"], "is a file and no GGUF file"),
     ],
 )
 def test_wrong_input_is_one_line_and_exit_code_2(arguments, says, folders, clearhead):
