@@ -53,8 +53,8 @@ def test_one_selection_and_the_address_keeps_it(watched, served, saved, tmp_path
     seen.page.locator("#ablate-answer", has_text=f"read at “{labels[3]}”").wait_for()
     seen.page.click("#ablate-reset")
     seen.look("compare", "#compare-run").click()
-    seen.page.locator("#compare-kl").wait_for()
-    assert seen.values("#compare-shown [data-position][aria-pressed=true]", "data-position") == [3]
+    chosen = "[...document.querySelectorAll('#compare-shown [data-position][aria-pressed=true]')]"
+    seen.wait(f"() => {chosen}.map((chip) => chip.dataset.position).join() === '3'")
     seen.look("attention", "canvas.heat")
     seen.wait("() => location.hash.includes('position=3') && location.hash.includes('head=1.1')")
     again = watched().open(seen.page.url)
