@@ -262,10 +262,10 @@ def _score_of(
             short = name.replace("blocks.", "").replace(".feedforward.out", "")
             if not name.endswith(held.HEADS):
                 part = name if name.endswith("embedding") else f"feedforward {short}"
-                added = {part: cut.leaves[name][0, place].detach()}
+                vectors = {part: cut.leaves[name][0, place].detach()}
                 if name in dictionaries:
-                    added = _features_of(cut, dictionaries[name], place, short)
-                made = {each: slope @ vector for each, vector in added.items()}
+                    vectors = _features_of(cut, dictionaries[name], place, short)
+                made = {each: slope @ vector for each, vector in vectors.items()}
                 parts |= made
                 edges += [Edge(each, place, place, float(factor * (x @ other))) for each, x in made.items()]
                 continue
@@ -276,9 +276,7 @@ def _score_of(
             added = torch.einsum("he,hed,fd->hf", z, weight, slope)
             parts |= {f"{attention}.{each}": x for each, x in enumerate(added)}
             slope_z = torch.einsum("f,fd,hed->he", factor * other, slope, weight)[:, None]
-            table = _carried(
-                cut.seen, attention, slope_z, torch.tensor([place], device=z.device), lambda x: x.detach()
-            )
+            table = _carried(cut.seen, attention, slope_z, torch.tensor([place]), lambda x: x.detach())
             edges += [
                 Edge(f"{attention}.{each}", place, column, value)
                 for each, _, column, value in _cells(table, count)
