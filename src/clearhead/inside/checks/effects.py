@@ -239,7 +239,6 @@ def feature_rows(inputs: Inputs) -> list[Comparison]:
             "the last feed-forward replaced by features and their error, with the model",
             _replaced,
             parts[-1:],
-            tolerance=0.0,
             fits=bool(parts),
         ),
         inputs.compare(
