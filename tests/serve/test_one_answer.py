@@ -11,4 +11,5 @@ from tests.serve import mixes
 def test_every_way_to_ask_gives_one_answer(shape, byte_tokenizer):
     m = mixes.model(shape, byte_tokenizer)
     for seed in range(4):
-        mixes.asked_every_way(m, seed)
+        engine = mixes.asked_every_way(m, seed)  # which compares the answers
+        assert len(engine.finished) == 5 and not engine.busy

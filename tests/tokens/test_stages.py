@@ -50,7 +50,9 @@ def test_stages_agree_with_the_whole(kind: str, task: str) -> None:
     tokenizer = trained(kind, task, lowercase=True)
     mark = tokenizer.id_to_token(0)
     for number, text in enumerate([*HARD, *LINES[:4], f"The{mark} king {mark}", mark]):
-        agree(tokenizer, stages(tokenizer, text), text)
+        seen = stages(tokenizer, text)
+        agree(tokenizer, seen, text)
+        assert seen.text.text == text
         if number % 3 == 0:
             agree(tokenizer, stages(tokenizer, text, "the pair"), text, "the pair")
 

@@ -33,7 +33,7 @@ def diffusion_rows(inputs: Inputs) -> list[Comparison]:
         ),
         row(
             "noised = loop",
-            "the loss of a noised text, its clean copy beside it, with each block by itself after clean ones",
+            "the loss of a noised text next to its clean copy, with each block by itself after clean ones",
             _noised,
             fits=denoises(config),
         ),

@@ -239,7 +239,7 @@ export const graphSection = {
       }
     }
 
-    /** Nothing is shown until the graph of what is asked for now is there. */
+    /** Nothing is shown until the graph of the present question is there. */
     function clear() {
       [body, chosen, tested, shownFor, drawing] = [null, null, new Map(), null, null];
       all.hidden = true;
