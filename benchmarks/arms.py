@@ -49,6 +49,7 @@ class Contest:
     test: tuple[str, ...] = ()
     figure: str = "loss"  # of validation, by which an arm is chosen; of all but the loss, more is better
     go_on: int = 1  # arms besides the recipe that are trained with every seed
+    seeds: tuple[int, ...] = SEEDS
     generation: Mapping[str, object] = field(default_factory=dict)
     shared: Mapping[str, str] = field(default_factory=dict)  # settings of every arm
 
@@ -97,39 +98,33 @@ CONTESTS = {
     "g2p": Contest(
         "g2p",
         ("cmudict/cmudict-0.7b.train-dev-20-21",),
-        {
-            "recipe": {},
-            "gated, rotary": {**GATED, "model.d_ff": "688"},
-            "R-Drop": {"train.r_drop": "1.0"},
-            "gated, rotary, R-Drop": {**GATED, "model.d_ff": "688", "train.r_drop": "1.0"},
-        },
+        {"gated, rotary, R-Drop": {**GATED, "model.d_ff": "688", "train.r_drop": "3.0"}},
         ("cmudict/cmudict-0.7b.train-dev-1-21",),
         ("cmudict/cmudict-0.7b.test",),
         figure="exact",
+        seeds=(0, 1),
         generation={"num_beams": 4, "max_new_tokens": 40},
     ),
     "multi30k": Contest(
         "original-transformer",
         ("multi30k/train.en.gz", "multi30k/train.de.gz"),
         {
-            "recipe": {},
-            "gated, rotary": {
-                **{"model.positions": "rope", "model.norm_position": "pre", "model.activation": "silu"},
-                **{"model.gated": "true", "model.d_ff": "344"},
-                **{"train.schedule": "cosine", "train.lr": "2e-3", "train.warmup": "500"},
-                **{"train.floor": "0.02", "train.steps": "8000"},
-            },
-            "gated, rotary, R-Drop": {
-                **{"model.positions": "rope", "model.norm_position": "pre", "model.activation": "silu"},
-                **{"model.gated": "true", "model.d_ff": "344", "train.r_drop": "3.0"},
-                **{"train.schedule": "cosine", "train.lr": "2e-3", "train.warmup": "500"},
-                **{"train.floor": "0.02", "train.steps": "8000"},
+            "10,000 tokens": {},
+            "6,000 tokens": {"tokens.vocab_size": "6000"},
+            "6,000 tokens, wide": {
+                **{"tokens.vocab_size": "6000", "model.d_model": "256", "model.d_ff": "688"},
+                **{"train.lr": "1e-3", "train.steps": "8000"},
             },
         },
         ("multi30k/val.en.gz", "multi30k/val.de.gz"),
         ("multi30k/test_2016_flickr.en.gz", "multi30k/test_2016_flickr.de.gz"),
         figure="bleu",
         generation={"num_beams": 5, "max_new_tokens": 80},
+        shared={
+            **{"model.positions": "rope", "model.norm_position": "pre", "model.activation": "silu"},
+            **{"model.gated": "true", "model.d_ff": "344", "train.r_drop": "5.0", "train.average": "5"},
+            **{"train.schedule": "cosine", "train.lr": "2e-3", "train.warmup": "500", "train.floor": "0.02"},
+        },
     ),
 }
 TINY = {
@@ -157,7 +152,7 @@ class Race:
         """Train one arm with one seed in a process of its own."""
         contest, tag = CONTESTS[name], f"{name}-{arm}-{seed}{'-alone' if alone else ''}"
         folder = self.options.runs / tag.replace(" ", "_").replace(",", "")
-        settings = {"train.samples": "0", **contest.arms[arm], "train.seed": str(seed)}
+        settings = {"train.samples": "0", **contest.shared, **contest.arms[arm], "train.seed": str(seed)}
         if self.options.tiny:
             settings |= TINY
         if contest.validation:
@@ -228,7 +223,13 @@ class Race:
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
             "shared_by_mps": self.environment is not os.environ,
-            "arms": {name: CONTESTS[name].arms for name in self.options.contests},
+            "arms": {
+                name: {
+                    arm: {**CONTESTS[name].shared, **settings}
+                    for arm, settings in CONTESTS[name].arms.items()
+                }
+                for name in self.options.contests
+            },
             "runs": self.runs,
         }
         self.options.out.mkdir(parents=True, exist_ok=True)
@@ -248,7 +249,8 @@ class Race:
     def next_stage(self, name: str) -> list[tuple[str, str, int]]:
         """Return the runs of further seeds: of the best arms, then of the recipe."""
         best = [arm for arm in self.ranked(name) if arm != "recipe"][: CONTESTS[name].go_on]
-        return [(name, arm, seed) for arm in [*best, "recipe"] for seed in SEEDS[1:]]
+        others = ["recipe"] if "recipe" in CONTESTS[name].arms else []
+        return [(name, arm, seed) for arm in [*best, *others] for seed in CONTESTS[name].seeds[1:]]
 
     def run(self) -> None:
         """Train all: first every arm with one seed, of each contest; then the best ones with the others."""
@@ -258,7 +260,15 @@ class Race:
             self.train(names[0], arm, int(seed), alone=True)
         if self.options.alone:
             return
-        waiting = [(name, arm, SEEDS[0]) for name in names for arm in CONTESTS[name].arms]
+        alone = {
+            name for name in names if len(CONTESTS[name].arms) == 1
+        }  # nothing to choose: all seeds at once
+        waiting = [
+            (name, arm, seed)
+            for name in names
+            for arm in CONTESTS[name].arms
+            for seed in CONTESTS[name].seeds[: None if name in alone else 1]
+        ]
         left = {name: len(CONTESTS[name].arms) for name in names}
         active: dict[Future[dict[str, object]], str] = {}
         with ThreadPoolExecutor(self.options.side_by_side) as pool:
@@ -272,14 +282,14 @@ class Race:
                     name = active.pop(done)
                     done.result()
                     left[name] -= 1
-                    if left[name] == 0:
+                    if left[name] == 0 and name not in alone:
                         waiting = self.next_stage(name) + waiting
         for name in names:
             self.finish(name)
 
     def finish(self, name: str) -> None:
         """Read the test part once, with the arm chosen on validation data; time it alone."""
-        whole = self.ranked(name, len(SEEDS))
+        whole = self.ranked(name, len(CONTESTS[name].seeds))
         chosen = next((arm for arm in whole if arm != "recipe"), None)
         if chosen is None:
             print(f"{name}: no arm has every seed")
@@ -291,7 +301,7 @@ class Race:
                 print(f"{name}, {chosen}, seed {run['seed']}, test: {run['test']}", flush=True)
                 self.keep()
         if name == "char-gpt":
-            self.train(name, chosen, SEEDS[0], alone=True)
+            self.train(name, chosen, CONTESTS[name].seeds[0], alone=True)
 
 
 def shared_gpu(folder: Path) -> Mapping[str, str]:
