@@ -92,10 +92,11 @@ NEXT = {
 }
 MIXED = {name: NEXT[name] for name in (*GROUPED, "num_experts", "num_experts_per_tok", "mlp_only_layers")}
 MIXED |= {"moe_intermediate_size": 12, "shared_expert_intermediate_size": 16}
+SPARSE = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
+SPARSE |= {"n_group": 3, "topk_group": 2}
 LATENT = {
     **dict(TEXT, num_key_value_heads=4, kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6),
-    **dict(qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=6, num_experts_per_tok=2),
-    **dict(moe_intermediate_size=12, n_shared_experts=1, n_group=3, topk_group=2),
+    **dict(SPARSE, qk_rope_head_dim=4, v_head_dim=5),
 }
 MSCALE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale_all_dim": 0.7}
 LIMITED = {"topk_method": "group_limited_greedy", "first_k_dense_replace": 1}
@@ -161,6 +162,7 @@ SUBJECTS = {
     "DeepSeek-V3": Subject("DeepseekV3", dict(LATENT, first_k_dense_replace=1)),
     "DeepSeek-V3 yarn": Subject("DeepseekV3", dict(LATENT, q_lora_rank=None, rope_scaling=MSCALE)),
     "GLM-4-MoE-Lite": Subject("Glm4MoeLite", LATENT),
+    "GLM-4-MoE": Subject("Glm4Moe", dict(GROUPED, head_dim=8, **SPARSE)),
     "Mamba-2": Subject("Mamba2", MAMBA2),
     "Bamba": Subject("Bamba", BAMBA),
     "Falcon-H1": Subject("FalconH1", FALCON_H1),

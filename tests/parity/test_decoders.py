@@ -43,10 +43,10 @@ NEXT = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6},
     **{"linear_value_head_dim": 5, "shared_expert_intermediate_size": 20},
 }
+SPARSE = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_shared_experts": 1}
 LATENT = {
-    **dict(SMALL, num_key_value_heads=4, kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6),
-    **dict(qk_rope_head_dim=4, v_head_dim=5, n_routed_experts=6, num_experts_per_tok=2),
-    **dict(moe_intermediate_size=12, n_shared_experts=1),
+    **dict(SMALL | SPARSE, num_key_value_heads=4, kv_lora_rank=12, q_lora_rank=10, qk_nope_head_dim=6),
+    **dict(qk_rope_head_dim=4, v_head_dim=5),
 }
 LATENT_ODD = dict(LATENT, hidden_size=40, intermediate_size=36, num_attention_heads=5, num_key_value_heads=5)
 GROUPS = {"n_group": 3, "topk_group": 2}
@@ -229,6 +229,13 @@ CASES = {
             **dict(rope_interleave=False, q_lora_rank=None, routed_scaling_factor=0.7),
         },
         "biases, yarn": dict(LATENT, attention_bias=True, norm_topk_prob=False, rope_scaling=MSCALE),
+    },
+    "Glm4Moe": {
+        "first dense": dict(GROUPED | SPARSE, head_dim=8, norm_topk_prob=False),
+        "norms, biases, tied, groups": {
+            **dict(GROUPED | SPARSE | TIED | GROUPS, use_qk_norm=True, attention_bias=True, head_dim=10),
+            **dict(partial_rotary_factor=0.4, first_k_dense_replace=0, routed_scaling_factor=2.5),
+        },
     },
     "Phi": {
         "plain": SMALL,

@@ -17,8 +17,9 @@ from clearhead.core.config import MOST_LAYERS, MOST_WIDE, ModelConfig, RopeScali
 from clearhead.errors import CheckpointError, ConfigError, first_line
 from clearhead.hub.fields import ONLY, ConfigPart, Json, count_labels
 from clearhead.hub.files import refuse, refuse_key
+from clearhead.hub.mtp import MTPTensors
 from clearhead.hub.rules import Rule
-from clearhead.hub.weights import Entry
+from clearhead.hub.weights import Entry, equal
 
 # Fields that change how a model is initialised or trained, and not what it computes. `bias` only sets others.
 WITHOUT_EFFECT = (
@@ -63,6 +64,7 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)  # {further name: key}; it goes before the key
     named: bool = False  # its tensors are another's: config.json must say that it is this one
     quantized: tuple[str, ...] = ()  # the quant_methods of files whose weights can be read
+    mtp: MTPTensors | None = None  # where files have layers for multi-token prediction
 
     def read(self, theirs: Json) -> ModelConfig:
         """Return our config, from a config.json."""
@@ -142,11 +144,16 @@ class Architecture:
     def rules_for(self, config: ModelConfig) -> tuple[Rule, ...]:
         """Return the rules that apply to a model with this config, those of its head included."""
         rules = (*self.rules, *self.heads.get(config.head or "none", ()))
-        return tuple(rule for rule in rules if rule.applies(config))
+        rules = tuple(rule for rule in rules if rule.applies(config))
+        return rules if self.mtp is None else (*rules, *self.mtp.rules(config, rules))
 
     def tensor_names(self) -> list[str]:
         """Return the names of all tensors, of every head, with placeholders for layers and experts."""
         return [rule.theirs for rules in (self.rules, *self.heads.values()) for rule in rules]
+
+    def carries(self, config: ModelConfig, entries: Mapping[str, Entry]) -> tuple[str, ...]:
+        """Return patterns for the tensors of a file that are kept for other programs."""
+        return self.carried + (() if self.mtp is None else self.mtp.carried(config, entries))
 
     def names_all(self, names: Iterable[str]) -> bool:
         """Return whether each tensor could be one of this architecture's, with the prefix or without."""
@@ -225,7 +232,7 @@ TENSORS_OF_A_BLOCK = 3  # at least: a norm, and the two of a feed-forward alone
 def as_stored(
     config: ModelConfig, theirs: Json, architecture: Architecture, entries: Entries
 ) -> tuple[ModelConfig, Entries]:
-    """Return the config with what the file holds: a pooler, tables, an output layer, tied or not, its bias.
+    """Return the config with what the file holds: a pooler, tables, an output layer, its bias, MTP layers.
 
     Some config.json say "tied" of weights that are not: tensors that differ are several, whatever it says.
     The entries come back with the tables that the file leaves out because they are tied to one that it has.
@@ -256,6 +263,8 @@ def as_stored(
             config = config.replace(tie_embeddings=False)
         if config.head_bias and "head_bias" in architecture.open and ("head.out.bias",) not in stored:
             config = config.replace(head_bias=False)
+    if architecture.mtp is not None:
+        config = config.replace(n_mtp_layers=architecture.mtp.stored(config, entries))
     return config, entries
 
 
@@ -293,8 +302,3 @@ def _least_weights(stack: StackSpec) -> int:
     dense = len({stack.block_of[layer] for layer in stack.dense_layers}) if stack.n_experts else blocks
     mixture = stack.n_experts * stack.d_expert + stack.d_shared_expert
     return (dense * stack.d_ff + (blocks - dense) * mixture) * matrices * stack.d_model
-
-
-def equal(a: Entry, b: Entry) -> bool:
-    """Return whether two tensors of a file are the same, in shape and every number."""
-    return a is b or (a.shape == b.shape and torch.equal(a.read(), b.read()))

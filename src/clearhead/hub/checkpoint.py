@@ -36,7 +36,6 @@ from clearhead.hub.architecture import (
     check_bounds,
     check_sizes,
     common_dtype,
-    equal,
     is_among,
 )
 from clearhead.hub.files import read_json, read_json_if_any, refuse, write_json
@@ -45,7 +44,7 @@ from clearhead.hub.quantized import Packed, is_packed, place_like, unpacked
 from clearhead.hub.registry import ARCHITECTURES, ONE_TOWER, architecture_of, nearest_to, tower_path
 from clearhead.hub.rules import Rule, Shape, matches
 from clearhead.hub.tokenizer import load_tokenizer, open_tokenizer, read_settings, special_ids
-from clearhead.hub.weights import Entry, Outgoing, allocated, cast, finite, held, open_weights
+from clearhead.hub.weights import Entry, Outgoing, allocated, cast, equal, finite, held, open_weights
 from clearhead.learn.data.files import RECIPE
 from clearhead.run.kernels.transpose import is_transposed, lay_out_when_trained, row_major
 
@@ -357,7 +356,8 @@ def _fill(
                 f"{folder}: {first.theirs} and {rule.theirs} are one tensor to this architecture, "
                 "and the file holds two that differ",
             )
-    carried = {name: entries[name] for name in sorted(unused) if is_among(name, architecture.carried)}
+    patterns = architecture.carries(config, entries)
+    carried = {name: entries[name] for name in sorted(unused) if is_among(name, patterns)}
     unused = {name for name in unused - set(carried) if not is_among(name, architecture.ignored)}
     filled = {name for rule in chosen.values() for name in rule.ours}
     missing = [name for name, _ in model.named_parameters() if name not in filled]

@@ -1,8 +1,8 @@
-"""Decoders with multi-head latent attention: DeepSeek-V2 and V3, and GLM-4-MoE-Lite.
+"""Decoders with multi-head latent attention: DeepSeek-V2 and V3, and GLM-4-MoE-Lite; and GLM-4-MoE.
 
-Each is Llama's tables with latents in place of keys and values, and a mixture with shared experts in all
-layers but the first ones. DeepSeek's yarn sharpens the softmax too: `mscale_all_dim` multiplies the scale of
-scores.
+Each is Llama's tables with a mixture with shared experts in all layers but the first ones; all but the last
+have latents in place of keys and values. DeepSeek's yarn sharpens the softmax too: `mscale_all_dim`
+multiplies the scale of scores.
 """
 
 import dataclasses
@@ -11,13 +11,28 @@ import math
 from clearhead.core.config import ModelConfig, RopeScaling
 from clearhead.hub.fields import REQUIRED, ConfigPart, Json, count_layers, field, fixed, keys
 from clearhead.hub.files import refuse, refuse_key
-from clearhead.hub.llama import ATTENTION_BIAS, BLOCK, LAYER, classes, llama_like, llama_rules, shape
+from clearhead.hub.llama import (
+    ATTENTION_BIAS,
+    BLOCK,
+    LAYER,
+    QK_NORMS,
+    classes,
+    llama_like,
+    llama_rules,
+    shape,
+)
 from clearhead.hub.mixtures import EXPERT_RULES, FEEDFORWARD, MLP
+from clearhead.hub.mtp import AFTER, ALIASES, NEXTN
 from clearhead.hub.rope import rope
 from clearhead.hub.rules import Rule, grouped, joined, same
 from clearhead.variants.kinds import Latent
 
 OURS, THEIRS = f"{BLOCK}.attention", f"{LAYER}.self_attn"
+MIXTURE_RULES = (
+    *EXPERT_RULES,
+    Rule(f"{MLP}.gate.e_score_correction_bias", (f"{FEEDFORWARD}.correction",)),
+    *same({f"{MLP}.shared_experts.{{gate,up,down}}_proj": f"{FEEDFORWARD}.shared.{{gate,up,down}}"}),
+)
 QUERIES = same({f"{THEIRS}.q_b_proj": f"{OURS}.q"})
 RULES: tuple[Rule, ...] = (
     *llama_rules(qkvo=""),
@@ -28,9 +43,7 @@ RULES: tuple[Rule, ...] = (
     *same({f"{THEIRS}.kv_a_layernorm": f"{OURS}.kv_down_norm"}),
     *joined(f"{THEIRS}.kv_a_proj_with_mqa", [f"{OURS}.kv_down", f"{OURS}.k_shared"]),
     *joined(f"{THEIRS}.kv_b_proj", [f"{OURS}.k", f"{OURS}.v"], grouped(lambda config: config.n_heads)),
-    *EXPERT_RULES,
-    Rule(f"{MLP}.gate.e_score_correction_bias", (f"{FEEDFORWARD}.correction",)),
-    *same({f"{MLP}.shared_experts.{{gate,up,down}}_proj": f"{FEEDFORWARD}.shared.{{gate,up,down}}"}),
+    *MIXTURE_RULES,
 )
 
 
@@ -254,8 +267,10 @@ DEEPSEEK_V3 = llama_like(
         NORMED,
         *SIGMOID,
     ),
+    NEXTN,
     rules=RULES,
-    aliases={"num_local_experts": "n_routed_experts"},
+    aliases={"num_local_experts": "n_routed_experts", **ALIASES},
+    mtp=AFTER,
 )
 
 GLM4_MOE_LITE = llama_like(
@@ -272,6 +287,32 @@ GLM4_MOE_LITE = llama_like(
         NORMED,
         *SIGMOID,
     ),
+    NEXTN,
     rules=RULES,
-    aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"},
+    aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim", **ALIASES},
+    mtp=AFTER,
+)
+
+# GLM-4-MoE (GLM-4.5 to 4.7): DeepSeek's mixture, with grouped-query attention.
+
+HEAD_NORMS = field("use_qk_norm", "qk_norm", False, {False: "none", True: "head"})
+
+GLM4_MOE = llama_like(
+    "glm4_moe",
+    classes("Glm4Moe", sequence=False, token=False),
+    *shape(d_ff=10944, n_kv_heads=8, norm_eps=1e-5, vocab_size=151552, d_model=4096, n_layers=46, n_heads=96),
+    *keys(max_positions=131072),
+    field("attention_bias", "qkv_bias", False),
+    HEAD_NORMS,
+    rope(fraction=0.5),
+    mixture(
+        first_dense(1),
+        *routed("sigmoid_topk", 128, 8, 1408, shared=1, scale=1.0, groups=(1, 1)),
+        NORMED,
+        *SIGMOID,
+    ),
+    NEXTN,
+    rules=(*llama_rules(qk_norms=QK_NORMS), *MIXTURE_RULES),
+    aliases={"num_local_experts": "n_routed_experts", **ALIASES},
+    mtp=AFTER,
 )

@@ -29,6 +29,7 @@ from clearhead.hub.llama import (
     llama_rules,
     shape,
 )
+from clearhead.hub.mtp import ALIASES, APART, NEXTN
 from clearhead.hub.rope import rope
 from clearhead.hub.rules import EXPERTS, INTERLEAVED_EXPERTS, Rule, grouped, joined, same
 from clearhead.variants.kinds import GatedDeltaKind
@@ -255,6 +256,7 @@ QWEN3_NEXT = llama_like(
     rope(fraction=0.25),
     ConfigPart(_read_layers, _write_layers),
     mixture(512, 10, 512, shared=512, summed=True),
+    NEXTN,
     rules=(
         *llama_rules(qkvo=""),
         *(dataclasses.replace(rule, needs=f"{OURS}.conv") for rule in DELTA_RULES),
@@ -262,7 +264,9 @@ QWEN3_NEXT = llama_like(
         *EXPERT_RULES,
         *SHARED_EXPERT,
     ),
-    carried=("mtp.*",),  # a head that predicts several tokens at once: transformers leaves it out too
+    carried=("mtp.*",),  # a layer that cannot be one of ours
+    aliases=ALIASES,
+    mtp=APART,
 )
 
 # gpt-oss: sinks, alternating windows, and experts whose gates are clamped. Released files hold the experts in
