@@ -558,7 +558,9 @@ PICTURES = {
     "buckets": Drawn(draw_buckets, "relative_buckets relative_max_distance relative_terms relative_norm"),
     "masks": Drawn(draw_masks, "attention window"),
     "scores": Drawn(
-        draw_scores, "attention_scale attention_softcap attention_sink qk_norm attention_gate head_gate"
+        draw_scores,
+        "attention_scale attention_softcap attention_sink qk_norm attention_gate head_gate value_residual "
+        "value_embeddings",
     ),
     "activations": Drawn(draw_activations, ACTIVATED),
     "experts": Drawn(
@@ -568,7 +570,8 @@ PICTURES = {
         "dense_layers",
     ),
     "residuals": Drawn(
-        draw_residuals, "norm_position first_norm parallel parallel_norms residual_scale final_norm"
+        draw_residuals,
+        "norm_position first_norm parallel parallel_norms residual_scale final_norm input_skips mirror_skips",
     ),
     "norms": Drawn(draw_norms, "norm norm_eps norm_unit_offset"),
     "biases": Drawn(draw_biases, "bias qkv_bias key_bias attention_out_bias feedforward_bias norm_bias"),

@@ -32,6 +32,7 @@ class Replay:
         self.made: dict[str, torch.Tensor] = {}  # what was computed
         self.stream = torch.empty(0)
         self.memory = torch.empty(0)
+        self.embedded = torch.empty(0)
 
     def run(self) -> dict[str, float]:
         """Return the largest difference of each step, relative to its largest value where that is above 1.
@@ -49,8 +50,10 @@ class Replay:
             self.made[step.name] = value
             self.values[step.name] = value if self.chained else recorded
             embedded = ".embedding." in f".{step.name}" and not step.name.endswith(".types")
-            if embedded or step.name.endswith((".add", ".after")) or step.name in ("norm", "encoder.norm"):
+            ends = (".add", ".after", ".shortcut.mirrored", ".shortcut.mixed")
+            if embedded or step.name.endswith(ends) or step.name in ("norm", "encoder.norm"):
                 self.stream = self.values[step.name]
+            self.embedded = self.stream if embedded else self.embedded
             if step.name.startswith("encoder."):
                 self.memory = self.stream
         return differences
@@ -101,6 +104,8 @@ class Replay:
             return recorded.double()
         if ".blocks." in f".{name}":
             block, _, part = at.rpartition(".")
+            if part == "shortcut":
+                return self.shortcut(at, leaf)
             if part.endswith("_residual"):
                 return self.residual(block, part.removesuffix("_residual"), leaf, name)
             if ".feedforward" in at:
@@ -159,6 +164,27 @@ class Replay:
         t, s = torch.arange(length)[:, None], torch.arange(length)
         near = (t - s).abs() < (int(leaf) if leaf.isdigit() else length)
         return (near & (s <= t) if causal else near)[None, None].double()
+
+    def shortcut(self, at: str, leaf: str) -> torch.Tensor:
+        layer, v = int(at.split(".")[1]), self.values
+
+        def stream(number: int) -> torch.Tensor:  # what a layer has read
+            ends = ("attention_residual.add", "feedforward_residual.add")
+            return self.embedded if number == 0 else v[f"blocks.{number - 1}.{ends[1]}"]
+
+        if leaf == "mirrored":
+            return self.stream + self.weight(f"{at}.mirror") * stream(self.config.n_layers - layer)
+        if leaf == "mixed":
+            a, b = self.weight(f"{at}.input")
+            return a * self.stream + b * stream(0)
+        own, first = (v[f"blocks.{number}.attention.v_heads"] for number in (layer, 0))
+        if leaf == "values":
+            a, b = self.weight(f"{at}.values")
+            return a * own + b * first
+        if leaf == "table":
+            return self.weight(f"{at}.table.weight")[v["ids"].long()]
+        heads = torch.stack(v[f"{at}.table"].split(own.shape[-1], -1), 1)
+        return v.get(f"{at}.values", own) + heads
 
     def bias(self, name: str, stack: str) -> torch.Tensor:
         length, config = self.stream.shape[1], self.config
@@ -242,7 +268,9 @@ class Replay:
             gate = torch.stack(v[f"{at}.gate"].split(config.d_value if config.attention_gate else 1, -1), 1)
             return v[f"{at}.mixed"] / (1 + torch.exp(-gate))
         if leaf in ("z", "mixed"):
-            pattern, values = v[f"{at}.pattern"], v[f"{at}.v_heads"]
+            ends = ("shortcut.added", "shortcut.values")
+            mixed = [v[f"{block}.{end}"] for end in ends if f"{block}.{end}" in v]
+            pattern, values = v[f"{at}.pattern"], mixed[0] if mixed else v[f"{at}.v_heads"]
             values = values.repeat_interleave(pattern.shape[1] // values.shape[1], 1)
             return torch.stack([pattern[:, head] @ values[:, head] for head in range(pattern.shape[1])], 1)
         if leaf == "concat":

@@ -178,6 +178,7 @@ class Attention(nn.Module):
             q = self.split("q", q, self.n_heads, self.q_norm, tap)  # B H T E
             k = self.split("k", k, self.n_kv_heads, self.k_norm, tap)  # B K S E
             v = self.split("v", v, self.n_kv_heads, None, tap)
+            v = v if view.values is None else view.values(v)
         if view.rotary is not None:
             q = tap.step("q_rotated", positions.rotate(q, view.rotary, self.layout))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))

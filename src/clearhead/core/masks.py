@@ -171,6 +171,7 @@ class View:
     tokens: TokenInfo | None = None  # the queries, for kinds of attention that ask for more than a mask
     blocks: Plan | None = None  # stands for mask and bias, which `dense` spells out
     dense: Callable[[], "View"] | None = None
+    values: Callable[[Tensor], Tensor] | None = None  # changes the values [B, K, T, E] of new tokens
 
     def attended(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, keys: Any, tap: Any, x: Tensor

@@ -34,6 +34,11 @@ from clearhead.core.taps import SILENT, Tap
 
 # What sends only some of the tokens through a layer, where `capacities` ask for it.
 ROUTERS: Registry[Any] = Registry({"depth": "clearhead.variants.routing:Router"})
+# What a layer reads of earlier ones besides the stream, and what a pass keeps for it.
+AT = "clearhead.variants.shortcuts"
+SHORTCUTS: Registry[Any] = Registry(
+    {"layer": f"{AT}:Shortcut", "pass": f"{AT}:Carried", "steps": f"{AT}:steps"}
+)
 
 
 class Residual(nn.Module):
@@ -76,6 +81,7 @@ class LayerInputs(NamedTuple):
     memory: Tensor | None = None  # B S D, for cross-attention; None once its keys are cached
     cross_view: View | None = None
     cross_keys: LayerKV | None = None
+    carried: Any = None  # of this pass, for the shortcuts between layers
 
 
 class Block(nn.Module):
@@ -94,15 +100,18 @@ class Block(nn.Module):
         shared = spec.parallel and spec.parallel_norms == 1
         self.feedforward_residual = Residual(spec, reads_normed=shared or not spec.feedforwards(layer))
         self.router = ROUTERS["depth"](spec, layer) if spec.capacities[layer] < 1 else None
+        self.shortcut = SHORTCUTS["layer"](spec, layer) if spec.carries else None
 
     def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
-        view, keys, memory, cross_view, cross_keys = inputs
+        view, keys, memory, cross_view, cross_keys, carried = inputs
         if self.router is not None and view.routed:
             # Mixture of depths: the router calls this method again, with the chosen tokens and a plain view.
             return cast(Tensor, self.router(x, view, keys, partial(Block.forward, self), tap))
         first, second = tap.part("attention_residual"), tap.part("feedforward_residual")
         x = tap("resid_pre", x)
+        if self.shortcut is not None:
+            x, view = self.shortcut(x, view, carried, tap.part("shortcut"))
         normed = self.attention_residual.norm_input(x, first)
         attended = self.attention(normed, view, None, keys, tap.part("attention"))
         if self.parallel:  # the feed-forward reads the same stream, through the same norm or its own
@@ -172,6 +181,7 @@ class Stack(nn.Module):
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
         # For long rows of kinds that see few keys; looked up once, as passes may be compiled.
         self.plan = PLANS["blocks"] if any(kind.block_size is not None for kind in spec.kinds) else None
+        self.carried = SHORTCUTS["pass"] if spec.carries else None
 
     def layers(self) -> list[Block]:
         """Return the block of each layer; layers that share weights have the same block."""
@@ -207,6 +217,7 @@ class Stack(nn.Module):
         """Return the inputs of each layer besides the residual stream: its view and its keys and values."""
         views, cache = self.views(self.spec.whole_kinds, call), call.cache
         hidden = cross_view = None
+        carried = self.carried(call.inputs.ids) if self.carried is not None else None
         if memory is not None:
             hidden = memory.hidden
             cross_view = self.cross_view(call.tokens, memory.tokens, call.inputs.ids.shape[0])
@@ -219,7 +230,7 @@ class Stack(nn.Module):
             if layer in self.spec.rope_skips:
                 view = view.unrotated()
             source = cache.cross_layer(layer) if cache is not None and memory is not None else None
-            layers.append(LayerInputs(view, keys, hidden, cross_view, source))
+            layers.append(LayerInputs(view, keys, hidden, cross_view, source, carried))
         return layers
 
     def views(self, kinds: tuple[Kind, ...], call: StackCall) -> dict[Kind, View]:

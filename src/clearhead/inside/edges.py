@@ -42,7 +42,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse, refuse_unknown
 from clearhead.inside import inputs
 from clearhead.inside.inputs import choices_of, find_column
-from clearhead.inside.names import AttentionName, refuse_foreign
+from clearhead.inside.names import AttentionName, refuse_foreign, refuse_shortcuts
 from clearhead.inside.patch import aligned, answers_of, prepare_both
 from clearhead.run.api import Model
 from clearhead.run.kernels.parts import like
@@ -76,6 +76,7 @@ class EdgeGraph:
     def of(cls, model: Transformer) -> "EdgeGraph":
         """Return the graph of a model."""
         refuse_foreign(model)
+        refuse_shortcuts(model.config)
         refuse(
             model.config.depth_capacity != 1,
             "a router lets tokens skip whole layers of this model, which have no edges: take another one",

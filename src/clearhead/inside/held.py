@@ -44,6 +44,7 @@ from clearhead.variants.kinds import GlobalKind
 def refuse_bent(model: Transformer) -> None:
     """Refuse a model with a part that stays no linear map when patterns, norms and gates are held."""
     config = model.config
+    names.refuse_shortcuts(config)
     bent = [kind for kind in names.kinds_of(config).values() if not kind.patterned and kind.name != "none"]
     refuse(
         bool(bent),

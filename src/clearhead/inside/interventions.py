@@ -173,7 +173,7 @@ class Resumed:
         """Keep a pass; None where one layer does not follow from the stream before it alone."""
         stack = prepared.model.main
         routed = any(block.router is not None for block in stack.layers())
-        if len(prepared.m.config.stacks) > 1 or routed or type(stack) is not Stack:
+        if len(prepared.m.config.stacks) > 1 or routed or stack.spec.carries or type(stack) is not Stack:
             return None
         # A pass of its own: one that is cached may be from before a `with` block around this.
         return cls(prepared, Prepared.record(prepared, "blocks.*.resid_pre", logits="none")[1])

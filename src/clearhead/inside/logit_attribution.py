@@ -404,7 +404,9 @@ def parts_of(query: LogitQuery) -> list[AddedPart]:
             x = x @ exact(project.weight).T
             if project.bias is not None:
                 x = x + add(exact(project.bias), Term("embedding bias", "bias"))
+        carried = None if stack.carried is None else stack.carried(prepared.main)
         for layer, block in enumerate(stack.layers()):
+            x = x if block.shortcut is None else block.shortcut.stream(x, carried)
             for part, attention, residual in (
                 ("attention", block.attention, block.attention_residual),
                 ("cross", block.cross, block.cross_residual),

@@ -171,6 +171,14 @@ residual.scaled | scale | B T D | y · {residual_scale} | How much a sublayer ad
 residual.add | residual | B T D | x + y |
     The stream goes on, and the sublayer only adds to it: so depth loses nothing.
 residual.after | post norm | B T D | {norm}(x) | The stream itself is brought back to one scale.
+# Shortcuts between layers
+shortcut.mirrored | add the mirrored layer | B T D | x + w · y |
+    What a layer of the first half left comes back.
+shortcut.mixed | add the first input | B T D | a · x + b · x0 | What each token was at first stays at hand.
+shortcut.values | values of the first layer | B K T {Ev} | a · v + b · v1 |
+    What a token says stays close to what it was at first.
+shortcut.table | values of the token | B T K·{Ev} | table[id] | A vector for each token, for this layer alone.
+shortcut.added | add them | B K T {Ev} | v + table | Attention mixes values that name their token.
 # Mixture of depths
 router | router | B T | x · w | How much a token needs this layer.
 passed | choice of tokens | B T | score > 0, or the best | Tokens that go through; the others pass by.

@@ -155,6 +155,7 @@ def _spec_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]
         "pruned_heads": config.pruned_heads,
         "patches": config.input == "patches",
         "mtp": config.n_mtp_layers,
+        "shortcuts": any(stack.carries for stack in stacks),
     }
     for name in (name for name, uses in used.items() if uses):
         yield from VARIANTS[name](config, stacks)
@@ -400,5 +401,6 @@ VARIANTS: Registry[Callable[[Fields, Sequence[StackSpec]], Mistakes]] = Registry
         "pruned_heads": pruned_mistakes,
         "patches": patch_mistakes,
         "mtp": "clearhead.variants.mtp:mtp_mistakes",
+        "shortcuts": "clearhead.variants.shortcuts:shortcut_mistakes",
     }
 )

@@ -19,7 +19,7 @@ from clearhead.core.embedding import FRONTS, TokenFront
 from clearhead.core.feedforward import FeedForward, feedforward_class
 from clearhead.core.heads import HEADS, LanguageHead
 from clearhead.core.positions import POSITIONS, AlibiPositions, LearnedPositions, RopePositions
-from clearhead.core.stack import ROUTERS
+from clearhead.core.stack import ROUTERS, SHORTCUTS
 from clearhead.core.transformer import MTP, shares_front
 from clearhead.variants.blocks import plain_blocks
 from clearhead.variants.kinds import Strided
@@ -135,6 +135,8 @@ def block_steps(spec: StackSpec, run: Pass, layer: int, tokens: int, memory: int
     if spec.capacities[layer] < 1:
         yield from ROUTERS["depth"].steps(spec, run, name, layer, tokens)
     tokens = passing(spec.capacities[layer], tokens)
+    if spec.carries:
+        yield from SHORTCUTS["steps"](spec, run, f"{name}.shortcut", layer, run.batch * tokens)
     rows, whole = run.batch * tokens, "feedforward" in spec.feedforwards(layer)  # else a mixture
     attend = steps_of(attention_class(spec, layer))(spec, run, f"{name}.attention", tokens, spec.kinds[layer])
     sublayers: dict[Part, Iterator[Step]] = {"attention": attend}

@@ -114,6 +114,8 @@ class StackFields:
     attention_gate: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"  # norm on queries and keys, per head or over all heads
     head_gate: int = 0  # a gate of one number for each head, made of so many leading columns; 0: none
+    value_residual: bool = False  # values are mixed with those of the first layer, by two learned numbers
+    value_embeddings: tuple[int, ...] = ()  # layers, counted from 0, whose values a table of tokens adds to
 
     # Feed-forward
     activation: ActivationName = "gelu"  # between the two linear layers
@@ -146,6 +148,8 @@ class StackFields:
     parallel: bool = False  # attention and feed-forward read the same input and are added together
     parallel_norms: Literal[1, 2] = 1  # one norm for both, or one each
     residual_scale: float = 1.0  # on what each sublayer adds
+    input_skips: bool = False  # each layer reads the stream and the first layer's input, by learned numbers
+    mirror_skips: bool = False  # U-shaped: the last layer also reads what the first one left, and so on
 
     # Dropout, in training only
     dropout: float = 0.0  # on embeddings and what sublayers add
@@ -293,6 +297,11 @@ class StackSpec(StackFields):
     final_norm: bool
     attention_dropout: float
     embedding_dropout: float
+
+    @property
+    def carries(self) -> bool:
+        """Whether layers read more of earlier ones than the stream that the last of them left."""
+        return bool(self.input_skips or self.mirror_skips or self.value_residual or self.value_embeddings)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

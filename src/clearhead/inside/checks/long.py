@@ -100,7 +100,7 @@ def long_rows(inputs: Inputs, lively: Callable[[], Inputs]) -> list[Comparison]:
             f"a stream of {STREAM} tokens, layer by layer, with the {SINKS} first and {WINDOW - SINKS} last "
             "ones as a text of their own",
             lambda _: _streamed(lively().model, config),
-            fits=inputs.caches and _can_stream(config),
+            fits=inputs.caches and not config.main.carries and _can_stream(config),
         ),
     ]
 
@@ -281,6 +281,8 @@ def _of_kept(model: Transformer, ids: Tensor) -> Tensor:
 def various(config: ModelConfig) -> list[int]:
     """Return the first layer of each kind: of each kind of attention, rotated or not, with experts or not."""
     deepest = max(config.stacks, key=lambda spec: spec.n_layers)
+    if deepest.carries:  # layers read each other by number: all of them stay
+        return list(range(deepest.n_layers))
     listed = (config.rope_skips, config.dense_layers, config.feedforward_skips)
     kinds = [
         (kind, *(layer in layers for layers in listed), deepest.capacities[layer])

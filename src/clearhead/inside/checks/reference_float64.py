@@ -329,6 +329,7 @@ class Reference(ReferenceInputs):
             if loop is not None and layer >= loop[0]:
                 left = layer - loop[0] - loop[1] * loop[2]  # layers since the loop ended
                 own = loop[0] + ((layer - loop[0]) % loop[1] if left < 0 else loop[1] + left)
+            x = self.shortcuts(f"{row.stack}.blocks.{own}.shortcut", layer, x, row)
             x = run(f"{row.stack}.blocks.{own}", layer, x, row, memory)
         return self.norm(f"{row.stack}.norm", x) if self.config.final_norm else x
 
@@ -415,6 +416,8 @@ class Reference(ReferenceInputs):
             q, k, v = latent_projections(self, name, row, kind, x)
         else:
             q, k, v = (self.linear(f"{name}.{part}{which}", x if part == "q" else read) for part in "qkv")
+        if not cross:
+            v = self.values(name.replace(".attention", ".shortcut"), layer, v, row)
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.masked else FULL), []

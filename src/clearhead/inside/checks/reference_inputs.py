@@ -5,7 +5,7 @@ Shapes, all of one row: T tokens, D model, C channels, E head width, R rotated c
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -37,6 +37,7 @@ class ReferenceRow:
     order: list[int]  # how many real tokens stand before each
     marked: list[bool] | None  # which tokens the call makes global
     lengths: list[int]  # of the longest row, as far as it was known when each token was read
+    carried: dict[str, Tensor] = field(default_factory=dict)  # what layers have read, and the first values
 
     def part(self, chosen: list[int]) -> "ReferenceRow":
         """Return the row of some of its tokens, each where it was."""
@@ -120,6 +121,26 @@ class ReferenceInputs:
             marked=None if global_mask is None else global_mask[number].tolist(),
             lengths=[longest] * len(own) if lengths is None else lengths.tolist(),
         )
+
+    def shortcuts(self, name: str, layer: int, x: Tensor, row: ReferenceRow) -> Tensor:
+        """Return what a layer reads: the stream, and what earlier layers have read: [T, D] -> [T, D]."""
+        layers, row.carried[f"read {layer}"] = row.plan.n_layers, x
+        if self.config.mirror_skips and layer >= math.ceil(layers / 2):
+            x = x + self.weight(f"{name}.mirror") * row.carried[f"read {layers - layer}"]
+        if self.config.input_skips and layer > 0:
+            own, first = self.weight(f"{name}.input")
+            x = own * x + first * row.carried["read 0"]
+        return x
+
+    def values(self, name: str, layer: int, v: Tensor, row: ReferenceRow) -> Tensor:
+        """Return the values of a layer: its own, those of the first layer, those of a table: [T, K·V]."""
+        first = row.carried.setdefault("values", v)
+        if self.config.value_residual and layer > 0:
+            own, share = self.weight(f"{name}.values")
+            v = own * v + share * first
+        if layer in self.config.value_embeddings:
+            v = v + self.weight(f"{name}.table.weight")[row.x]
+        return v
 
     def table(self, stack: str) -> str:
         """Return the name of a stack's token table: where the stacks share one, it is the encoder's."""

@@ -439,7 +439,7 @@ def inside_rows(inputs: Inputs, compile: bool) -> list[Comparison]:
 def _prunable(inputs: Inputs) -> list[AttentionHead]:
     """Return some heads that can be pruned together while every layer keeps one."""
     config = inputs.model.config
-    if config.qk_norm == "full":
+    if config.qk_norm == "full" or config.value_residual or config.value_embeddings:
         return []
     for unit in units(config):
         taken = Counter((head.kind, head.layer) for head in unit)

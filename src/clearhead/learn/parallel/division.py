@@ -136,7 +136,7 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
             return (
                 f"context {mesh.context} divides full and window layers, and the model has {kinds[0]}: use 1"
             )
-    if line := mtp_refusal(config, mesh):
+    if line := whole_refusal(config, mesh):
         return line
     layers = sum(stack.n_layers for stack in config.stacks)
     if mesh.pipeline > layers:
@@ -149,11 +149,16 @@ def refusal(config: ModelConfig, mesh: MeshSizes, length: int) -> str | None:
     return None
 
 
-def mtp_refusal(config: ModelConfig, mesh: MeshSizes | ParallelPlan) -> str | None:
-    """Return why a mesh cannot divide the MTP layers of a model, in one line, or None."""
-    if not config.n_mtp_layers or max(mesh.tensor, mesh.pipeline, mesh.context, mesh.expert) == 1:
-        return None
-    return f"n_mtp_layers {config.n_mtp_layers}: {mesh} does not divide MTP layers: use data or shard"
+def whole_refusal(config: ModelConfig, mesh: MeshSizes | ParallelPlan) -> str | None:
+    """Return which layers of a model a mesh cannot divide, in one line, or None: MTP layers and shortcuts."""
+    divided = max(mesh.tensor, mesh.pipeline, mesh.context, mesh.expert) > 1
+    if config.n_mtp_layers and divided:
+        return f"n_mtp_layers {config.n_mtp_layers}: {mesh} does not divide MTP layers: use data or shard"
+    names = ("input_skips", "mirror_skips", "value_residual", "value_embeddings")
+    name = next((name for name in names if getattr(config, name)), None)
+    if name is not None and (divided or mesh.shard > 1):
+        return f"{name}: {mesh} does not divide layers that read earlier ones: use data"
+    return None
 
 
 def _choices(size: int) -> str:

@@ -26,7 +26,7 @@ from clearhead.learn.data.examples import Corpus, Images
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.evaluation.evaluate import batches_for, encoded_for, sampler
 from clearhead.learn.losses import default_chunk
-from clearhead.learn.parallel.division import mtp_refusal
+from clearhead.learn.parallel.division import whole_refusal
 from clearhead.learn.parallel.pipeline import check as check_stages
 from clearhead.learn.parallel.pipeline import staged
 from clearhead.learn.parallel.shards import emptied, materialise
@@ -300,7 +300,7 @@ def mistakes_of(plan: TrainPlan, task: Task, loaded: Model, world: World) -> Ite
             f"train.mtp_weight {plan.mtp_weight} is for models with MTP layers that learn the next token: "
             "set model.n_mtp_layers, or leave it out"
         )
-    if line := mtp_refusal(config, mesh):
+    if line := whole_refusal(config, mesh):
         yield f"model.{line}"
     if plan.r_drop:
         if not (vocabulary or isinstance(task, ClassTask)):

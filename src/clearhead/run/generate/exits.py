@@ -113,6 +113,11 @@ def check_exit(model: Transformer, request: Request) -> None:
         "leave it out",
     )
     refuse(
+        model.config.main.carries,
+        "early_exit stops before layers that read earlier ones (input_skips, mirror_skips, value_residual, "
+        "value_embeddings): leave it out",
+    )
+    refuse(
         tap_for(model) is not SILENT,
         "early_exit runs layers that nobody can listen to: leave it out while recording or editing",
     )
