@@ -156,7 +156,7 @@ def whole_refusal(config: ModelConfig, mesh: MeshSizes | ParallelPlan) -> str | 
         return f"n_mtp_layers {config.n_mtp_layers}: {mesh} does not divide MTP layers: use data or shard"
     names = ("input_skips", "mirror_skips", "value_residual", "value_embeddings")
     name = next((name for name in names if getattr(config, name)), None)
-    if name is not None and (divided or mesh.shard > 1):
+    if name is not None and (divided or (mesh.shard or 1) > 1):
         return f"{name}: {mesh} does not divide layers that read earlier ones: use data"
     return None
 
