@@ -51,7 +51,6 @@ class Contest:
     go_on: int = 1  # arms besides the recipe that are trained with every seed
     seeds: tuple[int, ...] = SEEDS
     generation: Mapping[str, object] = field(default_factory=dict)
-    shared: Mapping[str, str] = field(default_factory=dict)  # settings of every arm
 
 
 SHORT = {"train.steps": "2000", "train.validate_every": "200", "train.floor": "0.02"}
@@ -106,25 +105,13 @@ CONTESTS = {
         generation={"num_beams": 4, "max_new_tokens": 40},
     ),
     "multi30k": Contest(
-        "original-transformer",
+        "translate",
         ("multi30k/train.en.gz", "multi30k/train.de.gz"),
-        {
-            "10,000 tokens": {},
-            "6,000 tokens": {"tokens.vocab_size": "6000"},
-            "6,000 tokens, wide": {
-                **{"tokens.vocab_size": "6000", "model.d_model": "256", "model.d_ff": "688"},
-                **{"train.lr": "1e-3", "train.steps": "8000"},
-            },
-        },
+        {"translate": {}},
         ("multi30k/val.en.gz", "multi30k/val.de.gz"),
         ("multi30k/test_2016_flickr.en.gz", "multi30k/test_2016_flickr.de.gz"),
         figure="bleu",
         generation={"num_beams": 5, "max_new_tokens": 80},
-        shared={
-            **{"model.positions": "rope", "model.norm_position": "pre", "model.activation": "silu"},
-            **{"model.gated": "true", "model.d_ff": "344", "train.r_drop": "5.0", "train.average": "5"},
-            **{"train.schedule": "cosine", "train.lr": "2e-3", "train.warmup": "500", "train.floor": "0.02"},
-        },
     ),
 }
 TINY = {
@@ -152,7 +139,7 @@ class Race:
         """Train one arm with one seed in a process of its own."""
         contest, tag = CONTESTS[name], f"{name}-{arm}-{seed}{'-alone' if alone else ''}"
         folder = self.options.runs / tag.replace(" ", "_").replace(",", "")
-        settings = {"train.samples": "0", **contest.shared, **contest.arms[arm], "train.seed": str(seed)}
+        settings = {"train.samples": "0", **contest.arms[arm], "train.seed": str(seed)}
         if self.options.tiny:
             settings |= TINY
         if contest.validation:
@@ -223,13 +210,7 @@ class Race:
             "torch": torch.__version__,
             "date": time.strftime("%Y-%m-%d"),
             "shared_by_mps": self.environment is not os.environ,
-            "arms": {
-                name: {
-                    arm: {**CONTESTS[name].shared, **settings}
-                    for arm, settings in CONTESTS[name].arms.items()
-                }
-                for name in self.options.contests
-            },
+            "arms": {name: CONTESTS[name].arms for name in self.options.contests},
             "runs": self.runs,
         }
         self.options.out.mkdir(parents=True, exist_ok=True)

@@ -132,9 +132,10 @@ TERMS = {
 @pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS)
 def test_terms_are_their_formulas(terms, chunk):
     """Against a loop over positions in float64; of two passes with other dropout, those that were run."""
+    copies = 1 + bool(terms.r_drop)
     model, passes = build(dropout=0.3 if terms.r_drop else 0.0).double().train(), []
     batch = replace(language_batch(model), documents=torch.tensor([[0] * 5 + [1] * 4] * 4))
-    model.register_forward_hook(lambda module, given, out: passes.append(out.hidden))
+    model.register_forward_hook(lambda module, given, out: passes.extend(out.hidden.chunk(copies)))
     loss, count = batch_loss(model, batch, 0.1, chunk, terms=terms)
     wanted, scored = 0.0, 0
     logits = [model.head(hidden, None).log_softmax(-1) for hidden in passes]
@@ -151,7 +152,7 @@ def test_terms_are_their_formulas(terms, chunk):
         if terms.r_drop:
             p, q = (log_p[row, place] for log_p in logits)
             wanted += terms.r_drop / 4 * ((p.exp() * (p - q)).sum() + (q.exp() * (q - p)).sum())
-    assert (count, len(passes)) == (scored, 1 + bool(terms.r_drop))
+    assert (count, len(passes)) == (scored, copies)
     assert_same_of_one_graph(model, loss, wanted)
 
 
@@ -168,7 +169,7 @@ def assert_same_of_one_graph(model: ch.Transformer, loss: Tensor, wanted: Tensor
 
 def test_r_drop_of_classes_is_its_formula():
     model, outs = build(family="encoder", n_classes=3, dropout=0.3).double().train(), []
-    model.register_forward_hook(lambda module, given, out: outs.append(out.logits.log_softmax(-1)))
+    model.register_forward_hook(lambda module, given, out: outs.extend(out.logits.log_softmax(-1).chunk(2)))
     batch = Batch(some_ids(4, 6), torch.tensor([0, 2, 1, 1]))
     loss, _ = TASKS["classify"].batch_loss(model, batch, terms=Terms(r_drop=1.5))
     p, q = outs

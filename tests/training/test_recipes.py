@@ -55,6 +55,11 @@ CASES = {
         (*SIZE, *PAIRED, "tokens.vocab_size=300", "train.lr=0.1", "train.average=2"),
         *(None, ("E3", "L10")),
     ),
+    "translate": (
+        ("pairs.en", "pairs.de"),
+        (*SIZE, *PAIRED, "tokens.vocab_size=300", "train.average=2"),
+        *(None, ("E3", "L10")),
+    ),
     "g2p": ("words.dict", (*SIZE, *PAIRED, "train.ema=0.3"), "AutoModelForSeq2SeqLM", ("E3",)),
     "seq2seq-dates": ((), (*SIZE, ROWS, "data.max_examples=60"), "AutoModelForSeq2SeqLM", ("E3",)),
     "mlm-then-classify": (

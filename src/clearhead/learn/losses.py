@@ -129,7 +129,8 @@ def batch_loss(
     task's own (None: the cross-entropy of the head); `total` sums a value over the processes that share the
     rows of a batch. `terms` are for lm and mlm; a task's own loss has its own.
     """
-    config, arguments = model.config, arguments_for(model, batch)
+    passed = batch.twice() if terms.r_drop and own_loss is None else batch
+    config, arguments = model.config, arguments_for(model, passed)
     ahead = {"mtp": True} if model.training and terms.mtp_weight else {}
     if own_loss is None and isinstance(model.head, heads.LanguageHead):
         out = model(**arguments, logits="none", **ahead)
@@ -142,15 +143,16 @@ def batch_loss(
         if terms.of_logits:
             row = functools.partial(termed_row_loss, terms)
             if terms.r_drop:
-                hidden = torch.cat([hidden, model(**arguments, logits="none").hidden], -1)  # B T 2·D
+                hidden = torch.cat(hidden.chunk(2), -1)  # 2·B T D -> B T 2·D
             wanted = later_targets(wanted, batch.documents, len(terms.future_tokens))
         loss = vocabulary_loss(model.head, hidden, wanted, smoothing, chunk, some, compiled, count, row)
         for number, states in enumerate(out.mtp, 1):
-            wanted = later_targets(batch.targets, batch.documents, number)[..., number]
-            if batch.mask is not None:
-                wanted = wanted.masked_fill(~batch.mask, IGNORE)
-            later = vocabulary_loss(model.head, states, wanted, smoothing, chunk, True, compiled, count)
-            loss = loss + terms.mtp_weight / len(out.mtp) * later
+            wanted = later_targets(passed.targets, passed.documents, number)[..., number]
+            if passed.mask is not None:
+                wanted = wanted.masked_fill(~passed.mask, IGNORE)
+            scored = None if count is None else count * len(passed) // len(batch)
+            later = vocabulary_loss(model.head, states, wanted, smoothing, chunk, True, compiled, scored)
+            loss = loss + terms.mtp_weight / len(out.mtp) * later * len(batch) / len(passed)
     else:
         if own_loss is None:
             loss = head_loss(config.head, model(**arguments).required_logits, batch, smoothing)
@@ -160,9 +162,9 @@ def batch_loss(
     if model.training and balance:
         # Multiply by the targets, because these losses are part of the mean.
         if config.router_correction:
-            _level(model, batch, total, bool(ahead))
+            _level(model, passed, total, bool(ahead))
         elif config.n_experts:
-            loss = loss + balance * batch.n_shared * _balance(model, batch, total, bool(ahead))
+            loss = loss + balance * batch.n_shared * _balance(model, passed, total, bool(ahead))
         if config.depth_capacity != 1:
             loss = loss + balance * batch.n_shared * routing.router_loss(model, total)
     return loss, batch.n_targets

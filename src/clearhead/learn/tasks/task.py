@@ -320,12 +320,10 @@ class Task:
         """Return the loss summed over the targets of a batch, and their number; see `losses.batch_loss`."""
 
         def own(model: Transformer, batch: Batch) -> Tensor:
-            first = self.outputs_of(model, batch, chunk)
-            loss = self.loss(first, batch, smoothing)
             if not terms.r_drop:
-                return loss
-            second = self.outputs_of(model, batch, chunk)
-            loss = (loss + self.loss(second, batch, smoothing)) / 2
+                return self.loss(self.outputs_of(model, batch, chunk), batch, smoothing)
+            first, second = self.outputs_of(model, batch.twice(), chunk).chunk(2)
+            loss = (self.loss(first, batch, smoothing) + self.loss(second, batch, smoothing)) / 2
             flat, other = (outputs.reshape(-1, outputs.shape[-1]) for outputs in (first, second))
             shares = batch.targets.is_floating_point()  # of classes: every row has some
             counted = flat.new_ones(len(flat)) if shares else batch.targets.reshape(-1) != IGNORE
