@@ -1,4 +1,4 @@
-"""Small models of LLaVA's kind, with random weights, and directories as released ones are."""
+"""Small models that read images, LLaVA's and Idefics3's kinds, of random weights; directories as released."""
 
 from __future__ import annotations
 
@@ -45,6 +45,21 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
     ),
 }
+TILED = {"image_size": 16, "num_channels": 3, "patch_size": 4}
+IDEFICS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Idefics3 of Llama, squares of two": (dict(TEXT, model_type="llama"), IMAGE | TILED, {"scale_factor": 2}),
+    "Idefics3 of Qwen2, tied, squares of three, patches that leave a rest": (
+        dict(TEXT, model_type="qwen2", tie_word_embeddings=True, hidden_size=28, num_attention_heads=7)
+        | {"num_key_value_heads": 1},
+        dict(IMAGE, image_size=47, patch_size=5, hidden_act="gelu", layer_norm_eps=1e-4),
+        {"scale_factor": 3, "tie_word_embeddings": True},
+    ),
+    "SmolVLM, one channel, each patch alone": (
+        dict(TEXT, model_type="llama", head_dim=10, attention_bias=True),
+        dict(IMAGE, num_channels=1),
+        {"scale_factor": 1},
+    ),
+}
 # As llava-hf/llava-1.5-7b-hf has it.
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] != 'system' %}"
@@ -59,37 +74,62 @@ TEMPLATE = (
 
 def build(label: str, folder: pathlib.Path, seed: int = 0) -> Any:
     """Save a random model, and return it."""
-    text, image, joint = OPTIONS[label]
+    text, image, joint = (OPTIONS | IDEFICS)[label]
+    if label in IDEFICS:
+        kind = label.split()[0].rstrip(",")
+        config = getattr(transformers, f"{kind}Config")(
+            text_config=text, vision_config=image, image_token_id=TOKEN, **joint
+        )
+        return reference(f"{kind}ForConditionalGeneration", config, folder, seed)
     config = transformers.LlavaConfig(
         text_config=text, vision_config=image, image_token_index=TOKEN, image_seq_length=16, **joint
     )
     return reference("LlavaForConditionalGeneration", config, folder, seed)
 
 
-def directory(folder: pathlib.Path) -> pathlib.Path:
-    """Save a random model with a tokenizer of bytes, a chat template and image settings."""
-    build("Llama and CLIP", folder)
+def tokenizer(*special: str) -> Any:
+    """Return a tokenizer of bytes with these special tokens, the last one of the id `TOKEN`."""
     letters = pre_tokenizers.ByteLevel.alphabet()
-    tokenizer = Tokenizer(
-        models.BPE(vocab={letter: n for n, letter in enumerate(sorted(letters))}, merges=[])
-    )
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
-    tokenizer.add_special_tokens([f"<extra_{n}>" for n in range(256, 300)] + ["<s>", "<pad>", "<image>"])
+    bytewise = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(sorted(letters))}, merges=[]))
+    bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    spare = TOKEN + 1 - len(letters) - len(special) - 2
+    extra = [f"<extra_{n}>" for n in range(spare)]
+    bytewise.add_special_tokens([*extra, *special[:-1], "<s>", "<pad>", special[-1]])
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>", chat_template=TEMPLATE
+        tokenizer_object=bytewise, bos_token="<s>", pad_token="<pad>", chat_template=TEMPLATE
     )
     assert fast.convert_tokens_to_ids("<image>") == TOKEN
+    return fast
+
+
+def directory(folder: pathlib.Path) -> pathlib.Path:
+    """Save a random LLaVA with a tokenizer of bytes, a chat template and image settings."""
+    build("Llama and CLIP", folder)
     settings = transformers.CLIPImageProcessorPil(
         size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16}
     )
     transformers.LlavaProcessor(
         settings,
-        fast,
+        tokenizer("<image>"),
         patch_size=4,
         vision_feature_select_strategy="default",
         chat_template=TEMPLATE,
         num_additional_image_tokens=1,
     ).save_pretrained(folder)
+    return folder
+
+
+def tiled_directory(folder: pathlib.Path) -> pathlib.Path:
+    """Save a random Idefics3 in the same way; its images are cut into tiles of 16 pixels, three at most."""
+    build("Idefics3 of Llama, squares of two", folder)
+    settings = transformers.Idefics3ImageProcessorPil(
+        size={"longest_edge": 48}, max_image_size={"longest_edge": 16}
+    )
+    marks = ("<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>")
+    fast = tokenizer(*marks, "<end_of_utterance>", "<image>")
+    transformers.Idefics3Processor(settings, fast, image_seq_len=4, chat_template=TEMPLATE).save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -100,6 +140,6 @@ def image(seed: int, height: int = 20, width: int = 31) -> np.ndarray[Any, Any]:
 
 def tensors(label: str, count: int, seed: int = 1) -> torch.Tensor:
     """Return pixels of images for a model of `OPTIONS`."""
-    seen = OPTIONS[label][1]
+    seen = (OPTIONS | IDEFICS)[label][1]
     shape = (count, seen.get("num_channels", 3), seen["image_size"], seen["image_size"])
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))

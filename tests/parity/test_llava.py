@@ -1,7 +1,8 @@
-"""LLaVA against transformers: logits, gradients, generation, both ways; prompts with images in every way."""
+"""LLaVA, Idefics3, SmolVLM beside transformers: logits, gradients, tokens, both ways; images in prompts."""
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -15,15 +16,19 @@ import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.errors import CheckpointError, InputError
 from clearhead.hub.checkpoint import rules_of
+from clearhead.hub.files import read_json
 from clearhead.hub.images import JoinedImages
+from clearhead.hub.preprocessor import to_pixels
 from clearhead.hub.rules import matches
+from clearhead.hub.vision_language import IDEFICS3
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.inputs import prepare
 from clearhead.inside.lens import contributions
 from clearhead.inside.memories import memories
+from clearhead.learn.tasks.images import ids_of, pixels_of_prompt, token_names
 from clearhead.run.generate import decode
 from clearhead.variants.images import placed
-from tests.llava import OPTIONS, TOKEN, build, directory, image, tensors
+from tests.llava import IDEFICS, OPTIONS, TOKEN, build, directory, image, tensors, tiled_directory
 from tests.parity.harness import GRADIENTS, LOGITS, close, reopened
 
 
@@ -42,8 +47,16 @@ def prompts(count: int) -> list[list[int]]:
     return [[*ids[0][:4], *pictured, *ids[0][4:]], [*pictured, *ids[1][:2], *pictured, *ids[1][2:]]]
 
 
-@pytest.mark.parametrize("label", list(OPTIONS))
-def test_llava(label: str, tmp_path: pathlib.Path) -> None:
+def fed(label: str, *rows: torch.Tensor) -> torch.Tensor:
+    """Return the images of each row as the reference takes them: Idefics3 as a batch, with zeros for none."""
+    if label in OPTIONS:
+        return torch.cat(rows)
+    most = max(map(len, rows))
+    return torch.stack([torch.cat([row, row.new_zeros(most - len(row), *row.shape[1:])]) for row in rows])
+
+
+@pytest.mark.parametrize("label", [*OPTIONS, *IDEFICS])
+def test_readers_of_images(label: str, tmp_path: pathlib.Path) -> None:
     model = build(label, tmp_path / "reference")
     ours, pixels = ch.load(tmp_path / "reference"), tensors(label, 3)
     encoder = ours.image_encoder
@@ -53,7 +66,8 @@ def test_llava(label: str, tmp_path: pathlib.Path) -> None:
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows]).bool()
     places = (mask.long().cumsum(1) - 1).clamp(min=0)
-    theirs = model(input_ids=ids, pixel_values=pixels, attention_mask=mask.long(), position_ids=places).logits
+    batch = fed(label, pixels[:1], pixels[1:])
+    theirs = model(input_ids=ids, pixel_values=batch, attention_mask=mask.long(), position_ids=places).logits
     mine = logits(ours, ids, pixels, mask)
     close("logits", mine[mask], theirs[mask], LOGITS)
     assert float((logits(ours, ids, pixels.flip(0), mask) - mine)[mask].detach().abs().max()) > 0.01
@@ -63,9 +77,10 @@ def test_llava(label: str, tmp_path: pathlib.Path) -> None:
         loss.backward()
     wanted = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     compared = set()
+    own = ("language_model.", "vision_tower.") if label in OPTIONS else ("text_model.", "vision_model.")
     for prefix, part, rules in (
-        ("language_model.", ours.model, rules_of(ours.description.architecture, ours.model)),
-        ("vision_tower.", encoder.tower, rules_of(encoder.tower_description.architecture, encoder.tower)),
+        (own[0], ours.model, rules_of(ours.description.architecture, ours.model)),
+        (own[1], encoder.tower, rules_of(encoder.tower_description.architecture, encoder.tower)),
         ("", encoder, encoder.table.rules),
     ):
         named = dict(part.named_parameters())
@@ -88,7 +103,7 @@ def test_llava(label: str, tmp_path: pathlib.Path) -> None:
     alone = [ours.generate(prompt, 12).ids for prompt in given]
     for prompt, row, few in zip(alone, rows, (pixels[:1], pixels[1:])):
         reply = model.generate(
-            input_ids=torch.tensor([row]), pixel_values=few, max_new_tokens=12, do_sample=False
+            input_ids=torch.tensor([row]), pixel_values=fed(label, few), max_new_tokens=12, do_sample=False
         )
         assert prompt == reply[0, len(row) :].tolist()
     assert [one.ids for one in ours.generate(given, 12)] == alone
@@ -100,14 +115,16 @@ def test_llava(label: str, tmp_path: pathlib.Path) -> None:
         assert ours.generate(given[1], 6, num_beams=3).ids == whole
 
     with torch.no_grad():
-        fresh = JoinedImages(encoder.config)  # without their config.json, theirs is written from ours
+        fresh = JoinedImages(
+            encoder.config, table=encoder.table
+        )  # without their config.json, theirs is written from ours
         fresh.load_state_dict(encoder.state_dict())
         for name, saved in (("saved", ours), ("fresh", ch.Model(ours.model, image_encoder=fresh))):
             saved.save(tmp_path / name)
             back = reopened(
                 type(model), tmp_path / name, () if name == "saved" else ("*.vision_tower.head.*",)
             )
-            again = back(input_ids=ids, pixel_values=pixels, attention_mask=mask.long(), position_ids=places)
+            again = back(input_ids=ids, pixel_values=batch, attention_mask=mask.long(), position_ids=places)
             close(f"transformers reads what was {name}", again.logits[mask], theirs[mask], 1e-6)
             reread = ch.load(tmp_path / name)
             assert reread.image_encoder is not None and reread.image_encoder.config == encoder.config
@@ -123,16 +140,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return directory(tmp_path_factory.mktemp("llava"))
 
 
+@pytest.fixture(scope="module")
+def tiled(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return tiled_directory(tmp_path_factory.mktemp("idefics"))
+
+
+@pytest.mark.parametrize("kind", ["folder", "tiled"])
 def test_a_conversation_with_images_is_that_of_the_reference(
-    folder: pathlib.Path, tmp_path: pathlib.Path
+    kind: str, request: pytest.FixtureRequest, tmp_path: pathlib.Path
 ) -> None:
     """Processor and generation of transformers, from the same directory and from what is saved here."""
+    folder = request.getfixturevalue(kind)
     m, picture = ch.load(folder), image(1)
     Image.fromarray(picture).save(tmp_path / "one.png")
     m.save(tmp_path / "saved")
     for place in (folder, tmp_path / "saved"):
         processor = transformers.AutoProcessor.from_pretrained(place)
-        model = transformers.LlavaForConditionalGeneration.from_pretrained(place)
+        model = transformers.AutoModelForImageTextToText.from_pretrained(place)
         asked = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
         talk = [
             {"role": "system", "content": [{"type": "text", "text": "Be brief."}]},
@@ -149,6 +173,37 @@ def test_a_conversation_with_images_is_that_of_the_reference(
         assert m.chat(talk, 15).ids == wanted
 
 
+def test_tiles_and_their_tokens_are_those_of_the_reference(tiled: pathlib.Path) -> None:
+    """Pixels bit for bit, ids of the prompt, and a name for each vector; also through tokens written out."""
+    m, processor = ch.load(tiled), transformers.AutoProcessor.from_pretrained(tiled)
+    pictures = [image(n, *size) for n, size in enumerate([(20, 31), (40, 8), (48, 48), (9, 90), (1, 70)])]
+    for changes in (
+        {},
+        {"do_image_splitting": False},
+        {"do_resize": False, "resample": 3},
+        {"size": {"height": 33, "width": 20}, "image_mean": [0.1, 0.2, 0.3], "rescale_factor": 0.01},
+        {"size": {"longest_edge": 4099}, "do_normalize": False},
+    ):
+        for name, value in changes.items():
+            setattr(processor.image_processor, name, value)
+        mine = dataclasses.replace(m, images=processor.image_processor.to_dict())
+        for some in (
+            [pictures[-1:]] if "do_normalize" in changes else [*([one] for one in pictures), pictures]
+        ):
+            text = "\n".join(f"{n}: <image>\nWhat?" for n in range(len(some)))
+            theirs = processor(images=[Image.fromarray(one) for one in some], text=text, return_tensors="pt")
+            assert torch.equal(pixels_of_prompt(mine, some), theirs["pixel_values"][0])
+            ids = ids_of(mine, ch.ImagePrompt(text, some))
+            assert ids == theirs["input_ids"][0].tolist() == ids_of(mine, ch.ImagePrompt(ids, some))
+            names = token_names(mine, ids, some)
+            assert len({name for name, token in zip(names, ids) if token == TOKEN}) == ids.count(TOKEN)
+    mine = dataclasses.replace(m, images={**m.images, "max_image_size": {"longest_edge": 32}})
+    with pytest.raises(CheckpointError, match=r"max_image_size.*tiles of 16"):
+        mine.generate(ch.ImagePrompt("<image>", pictures[:1]), 2)
+    with pytest.raises(CheckpointError, match="cuts images into tiles"):
+        to_pixels(pictures[0], m.image_encoder.config.tower, m.images)
+
+
 def test_a_kept_cache_is_of_the_same_image_alone(folder: pathlib.Path) -> None:
     """With `reuse` the next prompt takes up what the last one read: only where pixels are equal too."""
     m, text = ch.load(folder), "USER: <image>\nWhat? ASSISTANT:"
@@ -156,6 +211,15 @@ def test_a_kept_cache_is_of_the_same_image_alone(folder: pathlib.Path) -> None:
     assert want[0] != want[1]
     for seed in (1, 2, 2, 1):
         assert m.generate(ch.ImagePrompt(text, [image(seed)]), 8, reuse=True).ids == want[seed - 1]
+
+
+def test_a_side_with_mixed_positions_is_refused(tiled: pathlib.Path) -> None:
+    theirs = read_json(tiled / "config.json")
+    theirs["vision_config"] |= {"image_size": 19 * 4}
+    with pytest.raises(CheckpointError, match="mixes up positions"):
+        IDEFICS3.read({**theirs, "scale_factor": 1})
+    with pytest.raises(CheckpointError, match="whole squares"):
+        IDEFICS3.read({**theirs, "scale_factor": 3, "vision_config": {"image_size": 16, "patch_size": 4}})
 
 
 def test_what_does_not_fit_is_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:

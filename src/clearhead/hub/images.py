@@ -11,10 +11,10 @@ from clearhead.hub.architecture import common_dtype
 from clearhead.hub.checkpoint import Description
 from clearhead.hub.fields import Json
 from clearhead.hub.files import read_json, read_json_if_any, refuse
-from clearhead.hub.llava import LLAVA, ImagesTable
 from clearhead.hub.registry import IMAGES
 from clearhead.hub.rules import matches
 from clearhead.hub.vision import Tower
+from clearhead.hub.vision_language import LLAVA, ImagesTable
 from clearhead.hub.weights import Outgoing, cast, finite, open_weights
 from clearhead.variants.images import ImageConfig, ImageEncoder
 
@@ -44,18 +44,11 @@ class JoinedImages(ImageEncoder):
         """What to know of it at a glance."""
         tower, count = self.config.tower, sum(one.numel() for one in self.parameters())
         size = f"{tower.n_layers} layers, d_model {tower.d_model}, {count:,} parameters"
-        return f"{self.config.count} tokens each, by {size}"
+        return f"{self.config.count} tokens for each{' tile' if self.table.prompt else ''}, by {size}"
 
     def processor(self, token: str | None) -> Json:
         """Return the processor_config.json, by which transformers counts the tokens of an image."""
-        tower = self.config.tower
-        return {
-            "processor_class": self.table.processor,
-            "patch_size": tower.patch_size,
-            "num_additional_image_tokens": int(tower.class_token),
-            "vision_feature_select_strategy": "default" if self.config.skip_first else "full",
-            **({} if token is None else {"image_token": token}),
-        }
+        return self.table.processor(self.config, token)
 
     def saved(
         self, model: Transformer, text: Description, dtype: torch.dtype | None = None
@@ -81,11 +74,11 @@ class JoinedImages(ImageEncoder):
         )
         for name, part, description, ours in parts:
             for bare, tensor in checkpoint.outgoing(part, description, dtype).items():
-                tensors[self.table.prefixes[name] + bare] = _renamed(tensor, ours)
+                tensors[self.table.name_in_file(name, bare)] = _renamed(tensor, ours)
         own = dict(self.named_parameters())
         for rule in matches(self.table.rules, own):
             tensor = checkpoint.outgoing_tensor(rule, own, self.config.tower, dtype)
-            tensors[rule.theirs] = _renamed(tensor, "image.")
+            tensors[self.table.name_in_file("joint", rule.theirs)] = _renamed(tensor, "image.")
         return theirs, tensors
 
 

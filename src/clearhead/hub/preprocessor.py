@@ -48,6 +48,12 @@ OWN_DEFAULTS: dict[str, tuple[dict[str, Any], bool]] = {
     ),
     "Siglip": ({"resample": 3}, True),
 }
+TILED: dict[str, Any] = {
+    **{"size": {"longest_edge": 1456}, "max_image_size": {"longest_edge": 364}, "do_image_splitting": True},
+    "resample": 1,
+}
+MOST_SIDE = 4096  # of an image that is cut into tiles
+OWN_DEFAULTS |= {"Idefics3": (TILED, False), "SmolVLM": (TILED, False)}
 ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 CLASSES = {family + ending: family for family in OWN_DEFAULTS for ending in ENDINGS}
 Array = np.ndarray[Any, Any]
@@ -75,12 +81,7 @@ def pixels_for(image: Image, channels: int, size: tuple[int, int], settings: Map
     what the model takes, scaled and normalised by `settings`; without settings, scaled to [0, 1].
     Floating-point numbers are pixels already.
     """
-    if isinstance(image, str | Path):
-        image = read_image(Path(image), channels, str(image))
-    if isinstance(image, np.ndarray) and not image.flags.writeable:  # as Pillow gives it
-        image = image.copy()
-    # Arrays have their channels last, tensors first.
-    pixels = _channels_first(torch.as_tensor(image), channels, last=not isinstance(image, Tensor))
+    pixels = _bytes_or_pixels(image, channels)
     if pixels.is_floating_point():
         refuse(
             tuple(pixels.shape[1:]) != size,
@@ -88,16 +89,35 @@ def pixels_for(image: Image, channels: int, size: tuple[int, int], settings: Map
             "give that size, or an image of whole numbers 0 to 255, which is resized",
         )
         return pixels.float()
+    settings, shorter = _with_defaults(settings)
+    refuse(
+        "max_image_size" in settings,
+        f"{PREPROCESSOR} cuts images into tiles, and this model reads them whole: give pixels",
+        CheckpointError,
+    )
+    return _scaled(_framed(pixels, size, settings, shorter), settings)
+
+
+def _bytes_or_pixels(image: Image, channels: int) -> Tensor:
+    """Return an image as [C, H, W]: bytes as files hold them, or pixels in floating point."""
+    if isinstance(image, str | Path):
+        image = read_image(Path(image), channels, str(image))
+    if isinstance(image, np.ndarray) and not image.flags.writeable:  # as Pillow gives it
+        image = image.copy()
+    # Arrays have their channels last, tensors first.
+    pixels = _channels_first(torch.as_tensor(image), channels, last=not isinstance(image, Tensor))
+    if pixels.is_floating_point():
+        return pixels
     if pixels.dtype != torch.uint8 and not 0 <= int(pixels.min()) <= int(pixels.max()) <= 255:
         raise InputError(
             f"an image holds {int(pixels.min())} to {int(pixels.max())}: "
             "whole numbers must lie between 0 and 255"
         )
-    return _prepared(pixels.to(torch.uint8), size, settings)
+    return pixels.to(torch.uint8)
 
 
-def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any]) -> Tensor:
-    """Resize, crop, scale and normalise bytes [C, H, W] -> [C, *size], as `settings` say."""
+def _with_defaults(settings: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
+    """Return all settings, and whether a size of one number is the shorter side of an image."""
     kind = (
         settings.get("image_processor_type") or settings.get("feature_extractor_type") or "ViTImageProcessor"
     )
@@ -111,7 +131,11 @@ def _prepared(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any])
     if settings:
         stated = {name: value for name, value in settings.items() if value is not None}
         settings = {**DEFAULTS, **own, **stated}
-    image = _framed(image, size, settings, shorter)
+    return settings, shorter
+
+
+def _scaled(image: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Scale and normalise bytes [C, H, W] as `settings` say."""
     pixels = image.float()
     if settings.get("do_rescale", True):
         pixels = (image.double() * settings.get("rescale_factor", DEFAULTS["rescale_factor"])).float()
@@ -144,6 +168,90 @@ def _framed(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any], s
         f"{PREPROCESSOR} says not to resize or crop it to that",
     )
     return image
+
+
+# An image cut into tiles, and the whole image as one more ---------------------------------------------------
+
+
+def tile_grid(image: Image, channels: int, side: int, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return rows and columns of the tiles of an image; none where it is read whole."""
+    if isinstance(image, Tensor) and image.is_floating_point():
+        return 0, 0
+    height, width = _bytes_or_pixels(image, channels).shape[1:]
+    return _tile_plan(height, width, side, settings)[1]
+
+
+def tiles_for(image: Image, channels: int, side: int, settings: Mapping[str, Any]) -> Tensor:
+    """Return the tiles of an image, row by row, and the whole image last: [K, C, side, side].
+
+    Pixels in floating point are one tile already.
+    """
+    pixels = _bytes_or_pixels(image, channels)
+    if pixels.is_floating_point():
+        return pixels_for(pixels, channels, (side, side), settings)[None]
+    sizes, (rows, columns) = _tile_plan(pixels.shape[1], pixels.shape[2], side, settings)
+    settings, _ = _with_defaults(settings)
+    for size in sizes:
+        pixels = _resized(pixels, size, settings["resample"])
+    tiles = [
+        pixels[:, row * side : (row + 1) * side, column * side : (column + 1) * side]
+        for row in range(rows)
+        for column in range(columns)
+    ]
+    whole = _resized(pixels, (side, side), settings["resample"]) if tiles else pixels
+    return torch.stack([_scaled(tile, settings) for tile in (*tiles, whole)])
+
+
+def _tile_plan(
+    height: int, width: int, side: int, settings: Mapping[str, Any]
+) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    """Return the sizes that an image is resized to in turn, and rows and columns of its tiles."""
+    settings, _ = _with_defaults(settings)
+    tile = settings.get("max_image_size")
+    refuse(
+        tile != {"longest_edge": side},
+        f"{PREPROCESSOR} has max_image_size {tile!r}: the model reads tiles of {side}, "
+        f'supported is {{"longest_edge": {side}}}; give pixels',
+        CheckpointError,
+    )
+    sizes = []
+    if settings["do_resize"]:
+        height, width = _within(height, width, settings["size"])
+        sizes.append((height, width))
+    if not settings["do_image_splitting"]:
+        return [*sizes, (side, side)], (0, 0)
+    ratio = width / height
+    if width >= height:
+        width = math.ceil(width / side) * side
+        height = math.ceil(max(1, int(width / ratio)) / side) * side
+    else:
+        height = math.ceil(height / side) * side
+        width = math.ceil(max(1, int(height * ratio)) / side) * side
+    grid = (height // side, width // side)
+    return [*sizes, (height, width)], (0, 0) if grid == (1, 1) else grid
+
+
+def _within(height: int, width: int, size: Any) -> tuple[int, int]:
+    """Return the size that `size` of the settings gives: its longest side, the other one even, or both."""
+    match size:
+        case {"longest_edge": int() as longest} if longest > 0:
+            for most in (longest, MOST_SIDE):
+                ratio, even = width / height, most is longest
+                if most is MOST_SIDE and max(height, width) <= MOST_SIDE:
+                    break
+                if width >= height:
+                    height, width = int(most / ratio), most
+                    height += even * height % 2
+                else:
+                    height, width = most, int(most * ratio)
+                    width += even * width % 2
+                height, width = max(height, 1), max(width, 1)
+            return height, width
+        case {"height": int() as height, "width": int() as width} if height > 0 and width > 0:
+            return height, width
+    raise CheckpointError(
+        f"{PREPROCESSOR} has a size {size!r}: supported are longest_edge, or height and width; give pixels"
+    )
 
 
 def _sides(stated: Any, image: Tensor, shorter: bool) -> tuple[int, int]:

@@ -8,11 +8,11 @@ from typing import Any
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError
-from clearhead.hub import bert, gpt, hybrids, latent, llada, llama, llava, mixtures, seq2seq, vision
+from clearhead.hub import bert, gpt, hybrids, latent, llada, llama, mixtures, seq2seq, vision, vision_language
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json_if_any
-from clearhead.hub.llava import ImagesTable
 from clearhead.hub.vision import SECTIONS, Tower, TowersTable
+from clearhead.hub.vision_language import ImagesTable
 
 # Tables of each family. `nearest_to` tries them in this order and that of their files: of several that are
 # exact, the best known comes first.
@@ -27,7 +27,7 @@ TOWERS: dict[str, TowersTable] = {
 }
 # A decoder and an image tower each, which are opened together.
 IMAGES: dict[str, ImagesTable] = {
-    table.model_type: table for table in vars(llava).values() if isinstance(table, ImagesTable)
+    table.model_type: table for table in vars(vision_language).values() if isinstance(table, ImagesTable)
 }
 ONE_TOWER = {tower.model_type: tower for table in TOWERS.values() for tower in (table.text, table.image)}
 

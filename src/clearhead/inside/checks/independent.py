@@ -426,7 +426,11 @@ def _alone(inputs: Inputs) -> float:
 def reference_images(m: Model) -> list[Comparison]:
     """Return the rows that compare a prompt with an image, for a model loaded from its directory."""
     assert m.image_encoder is not None and m.folder is not None
-    folder, kind = m.folder, getattr(_transformers(), m.image_encoder.table.named)
+    folder, table = m.folder, m.image_encoder.table
+    kind = getattr(_transformers(), table.named)
+
+    def given(pixels: Tensor) -> Tensor:
+        return pixels if table.prompt is None else pixels[None]  # of each prompt its tiles
 
     @functools.cache
     def both() -> tuple[Model, Any, list[int], Tensor]:
@@ -442,7 +446,7 @@ def reference_images(m: Model) -> list[Comparison]:
     def logits() -> float:
         ours, theirs, ids, pixels = both()
         row = torch.tensor([ids])
-        expected = theirs(input_ids=row, pixel_values=pixels).logits
+        expected = theirs(input_ids=row, pixel_values=given(pixels)).logits
         own = vectors_of(ours, ids, ImagePrompt(ids, list(pixels)))
         x = embedded(ours.model, row, [Span(own, 0, len(ids))])
         return gap(ours.model(row, vectors=x).logits, expected)
@@ -450,7 +454,9 @@ def reference_images(m: Model) -> list[Comparison]:
     def tokens() -> float:
         ours, theirs, ids, pixels = both()
         asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = theirs.generate(input_ids=torch.tensor([ids]), pixel_values=pixels, **asked)[0, len(ids) :]
+        expected = theirs.generate(input_ids=torch.tensor([ids]), pixel_values=given(pixels), **asked)[
+            0, len(ids) :
+        ]
         rows = decode(
             ours.model,
             Request(max_new_tokens=NEW_TOKENS),

@@ -441,7 +441,7 @@ def chat_ids(
     """
     messages, images = taken(m, messages, files)
     ids = ids_of_chat(m, clean(chat_template(m).render(messages, **more)))
-    return ids if m.image_encoder is None else expanded(m.image_encoder, ids, len(images))
+    return expanded(m, ids, images)
 
 
 def ids_of_chat(m: Bundle, text: str) -> list[int]:
@@ -544,8 +544,7 @@ def turn_of(
     else:
         special = ()
     ids = ids_of_chat(m, text)
-    if m.image_encoder is not None:
-        ids = expanded(m.image_encoder, ids, len(images))
+    ids = expanded(m, ids, images)
     return ChatTurn(ids, options, form, calls, form.thinks(text), special, tuple(images))
 
 

@@ -5,10 +5,11 @@ import binascii
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import InputError, refuse
@@ -21,6 +22,7 @@ from clearhead.learn.data.pictures import pixels_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.vectors import PromptVectors
 from clearhead.variants.contexts import evaluating
+from clearhead.variants.images import ImageConfig
 
 MOST_PIXELS = 50_000_000  # of all images of one request that come as base64
 DATA, URL, IMAGE = "data:image/", "image_url", "image"
@@ -50,22 +52,82 @@ def ids_of(m: Bundle, prompt: Any) -> list[int]:
     if isinstance(prompt, ImagePrompt):
         prompt, images = prompt.prompt, prompt.images
         encoder_of(m)
-    ids = m.prompt_ids(prompt)
-    return ids if m.image_encoder is None else expanded(m.image_encoder, ids, len(images))
+    return expanded(m, m.prompt_ids(prompt), images)
 
 
-def expanded(encoder: JoinedImages, ids: Sequence[int], images: int) -> list[int]:
+def expanded(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> list[int]:
     """Return ids in which each image has all of its tokens; they may have them already."""
-    token, count = encoder.config.token_id, encoder.config.count
-    stands = sum(one == token for one in ids)
-    if stands == images * count:
+    if m.image_encoder is None:
         return list(ids)
+    token, count = m.image_encoder.config.token_id, m.image_encoder.config.count
+    grids = [grid_of(m, image) for image in images]
+    takes = [count * (rows * columns + 1) for rows, columns in grids]
+    places = [place for place, each in enumerate(ids) if each == token]
+    whole = len(places) == sum(takes)
     refuse(
-        stands != images,
-        f"the prompt has the image token (id {token}) {stands} times, for {images} images: give it once for "
-        f"each image, or {count} times",
+        not whole and len(places) != len(images),
+        f"the prompt has the image token (id {token}) {len(places)} times, for {len(images)} images: give it "
+        f"once for each image, or {' + '.join(map(str, takes)) or 0} times",
     )
-    return [one for given in ids for one in ([given] * count if given == token else [given])]
+    if whole and len(places) != len(images):
+        return list(ids)
+    result, end = list[int](), 0
+    for place, grid in zip(places, grids):
+        tokens = _tokens_of(m, grid)
+        before = tokens.index(token)
+        marked = list(ids[place - before : place - before + len(tokens)]) == tokens  # all is there
+        result += [*ids[end:place], *([token] if marked else tokens)]
+        end = place + 1
+    return [*result, *ids[end:]]
+
+
+def grid_of(m: Bundle, image: Any) -> tuple[int, int]:
+    """Return rows and columns of the tiles that an image is cut into; none where it is read whole."""
+    encoder = encoder_of(m)
+    if encoder.table.prompt is None:
+        return 0, 0
+    config = encoder.config
+    assert config.frame is not None
+    return preprocessor.tile_grid(_readable(m, image), config.tower.n_channels, config.frame[0], m.images)
+
+
+def _tokens_of(m: Bundle, grid: tuple[int, int]) -> list[int]:
+    """Return the ids that stand for an image."""
+    encoder = encoder_of(m)
+    token, count, prompt = encoder.config.token_id, encoder.config.count, encoder.table.prompt
+    if prompt is None:
+        return [token] * count
+    ids = list(m.text_tokenizer.encode(prompt(*grid, count), add_special_tokens=False).ids)
+    fits = ids.count(token) == count * (grid[0] * grid[1] + 1)
+    refuse(not fits, f"the tokenizer has no token <image> of the id {token}: give the one of this model")
+    return ids
+
+
+def _readable(m: Bundle, image: Any) -> preprocessor.Image:
+    """Return an image as something that becomes pixels; refuse what is none."""
+    if hasattr(image, "convert"):
+        image = pixels_of(image, "L" if encoder_of(m).config.tower.n_channels == 1 else "RGB")
+    refuse(
+        not isinstance(image, preprocessor.Image),
+        f"an image is {image!r:.40}: give a path, an array, a tensor or a picture of Pillow",
+    )
+    given = isinstance(image, torch.Tensor) and image.is_floating_point()
+    refuse(
+        not m.images and not given,
+        f"this model has no {PREPROCESSOR}: add it, or give pixels as a tensor",
+    )
+    return cast(preprocessor.Image, image)
+
+
+def pixels_of_prompt(m: Bundle, images: Sequence[Any]) -> Tensor:
+    """Return the pixels of images as the model reads them, with their tiles: [M, C, H, W]."""
+    encoder = encoder_of(m)
+    channels, frame = encoder.config.tower.n_channels, encoder.config.frame
+    assert frame is not None
+    readable = [_readable(m, image) for image in images]
+    if encoder.table.prompt is None:
+        return torch.stack([preprocessor.pixels_for(image, channels, frame, m.images) for image in readable])
+    return torch.cat([preprocessor.tiles_for(image, channels, frame[0], m.images) for image in readable])
 
 
 @torch.inference_mode()
@@ -74,30 +136,10 @@ def vectors_of(m: Bundle, ids: Sequence[int], prompt: Any) -> PromptVectors | No
     if not isinstance(prompt, ImagePrompt) or not prompt.images:
         return None
     encoder = encoder_of(m)
-    config, weight = encoder.config, next(encoder.parameters())
-    assert config.frame is not None
-    tensors = []
-    for image in prompt.images:
-        image = (
-            pixels_of(image, "L" if config.tower.n_channels == 1 else "RGB")
-            if hasattr(image, "convert")
-            else image
-        )
-        refuse(
-            not isinstance(image, preprocessor.Image),
-            f"an image is {image!r:.40}: give a path, an array, a tensor or a picture of Pillow",
-        )
-        pixels = preprocessor.pixels_for(image, config.tower.n_channels, config.frame, m.images)
-        given = isinstance(image, torch.Tensor) and image.is_floating_point()
-        refuse(
-            not m.images and not given,
-            f"this model has no {PREPROCESSOR}: add it, or give pixels as a tensor",
-        )
-        tensors.append(pixels)
-    pixels = torch.stack(tensors)
+    pixels = pixels_of_prompt(m, prompt.images)
     with evaluating(encoder):
-        vectors = encoder(pixels.to(weight))
-    return PromptVectors.of(ids, config.token_id, pixels, vectors)
+        vectors = encoder(pixels.to(next(encoder.parameters())))
+    return PromptVectors.of(ids, encoder.config.token_id, pixels, vectors)
 
 
 def patch_names(config: ModelConfig) -> tuple[str, ...]:
@@ -108,13 +150,34 @@ def patch_names(config: ModelConfig) -> tuple[str, ...]:
     return ("[CLS]", *patches) if spec.class_token else tuple(patches)
 
 
-def token_names(m: Bundle, ids: Sequence[int], images: int) -> tuple[str, ...]:
-    """Return a name for each token: patches by row and column, of several images by number too."""
-    config = encoder_of(m).config
-    names = patch_names(config.tower)[config.skip_first :]
-    patches = iter([f"{n}: {name}" if images > 1 else name for n in range(1, images + 1) for name in names])
-    plain = labels(m.tokenizer, list(ids))
-    return tuple(next(patches) if token == config.token_id else name for token, name in zip(ids, plain))
+def token_names(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> tuple[str, ...]:
+    """Return a name for each token: patches by row and column, of several images by number too.
+
+    Rows and columns of an image in tiles go on from tile to tile; the whole image comes last.
+    """
+    config, names = encoder_of(m).config, list[str]()
+    for number, image in enumerate(images, start=1):
+        of_image = image_names(config, grid_of(m, image))
+        names += [f"{number}: {name}" if len(images) > 1 else name for name in of_image]
+    of_tokens, plain = iter(names), labels(m.tokenizer, list(ids))
+    return tuple(next(of_tokens) if token == config.token_id else name for token, name in zip(ids, plain))
+
+
+def image_names(config: ImageConfig, grid: tuple[int, int]) -> list[str]:
+    """Return a name for each vector of one image of so many rows and columns of tiles."""
+    height, width = (
+        side // config.tower.patch_size // config.shuffle for side in config.tower.image_size or ()
+    )
+    tiles = [
+        f"{row * height + y},{column * width + x}"
+        for row in range(grid[0])
+        for column in range(grid[1])
+        for y in range(height)
+        for x in range(width)
+    ]
+    whole = [f"{y},{x}" for y in range(height) for x in range(width)]
+    whole = ["[CLS]", *whole] if config.tower.class_token else whole
+    return [*tiles, *(f"whole {name}" if tiles else name for name in whole[config.skip_first :])]
 
 
 # Conversations ----------------------------------------------------------------------------------------------
