@@ -121,7 +121,7 @@ def towers_table() -> Iterator[str]:
         shown = {"clip": "CLIP", "siglip": "SigLIP"}[name]
         yield f"| {shown} | `{name}` | classify (zero-shot), embed, align |"
     for name in IMAGES:
-        shown = {"llava": "LLaVA 1.5"}[name]
+        shown = {"llava": "LLaVA 1.5", "idefics3": "Idefics3, SmolVLM", "smolvlm": "SmolVLM2"}[name]
         yield f"| {shown} | `{name}` | chat, generate and serve, with images |"
 
 

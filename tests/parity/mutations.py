@@ -126,6 +126,11 @@ LLAVA = {
     "vision_config": dict(VIT, model_type="clip_vision_model", hidden_size=24),
     "image_token_index": 60,
 }
+IDEFICS3 = {
+    "text_config": LLAVA["text_config"],
+    "vision_config": dict(VIT, image_size=32, hidden_size=24, hidden_act="gelu"),
+    **{"image_token_id": 60, "scale_factor": 2},
+}
 LABELS = {"num_labels": 3}
 BLOCKS = {"block_size": 4, "num_random_blocks": 1}
 LONGFORMER = {"attention_window": [8, 4, 8], "max_position_embeddings": 130}
@@ -232,6 +237,7 @@ SUBJECTS = {
     "Whisper": Subject("Whisper", WHISPER, "ForConditionalGeneration"),
     "ViT": Subject("ViT", VIT, "ForImageClassification"),
     "LLaVA": Subject("Llava", LLAVA, "ForConditionalGeneration"),
+    "Idefics3": Subject("Idefics3", IDEFICS3, "ForConditionalGeneration"),
 }
 # Fields that other tools write, that older files have, or that a neighbour's class knows.
 EXTRA: dict[str, list[Any]] = {
@@ -377,6 +383,10 @@ def inputs_of(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         pixels = torch.randn(2, 3, 28, 28, generator=generator)
         ids = torch.cat([ids[:, :3], torch.full((2, 49), 60), ids[:, 3:9]], dim=1)
         return {"input_ids": ids, "pixel_values": pixels}, {"ids": ids, "pixels": pixels}
+    if config.model_type == "idefics3":
+        pixels = torch.randn(2, 3, 32, 32, generator=generator)
+        ids = torch.cat([ids[:, :3], torch.full((2, 16), 60), ids[:, 3:9]], dim=1)
+        return {"input_ids": ids, "pixel_values": pixels[:, None]}, {"ids": ids, "pixels": pixels}
     if config.is_encoder_decoder:
         source = torch.randint(3, 39, (2, 40), generator=generator)
         return {"input_ids": source, "decoder_input_ids": ids}, {"ids": ids, "source": source}

@@ -37,6 +37,7 @@ FIELDS = {
         "image_token_id",
         "tie_word_embeddings",
     ),
+    "Idefics3": ("scale_factor", "image_token_id", "tie_word_embeddings"),
     "Whisper": ("num_key_value_heads", "scale_embedding", "max_source_positions"),
 }
 SECTION = {"Llama": ("rope_theta", "rope_parameters", "hidden_act"), "BERT": ("hidden_act", "layer_norm_eps")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from PIL import Image
 
 import clearhead as ch
 from clearhead.learn.tasks import images
+from clearhead.learn.tasks.generation import chat_ids
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from tests.llava import TOKEN, directory, image
+from tests.llava import TOKEN, directory, image, tiled_directory
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,18 @@ def test_several_at_once_and_in_a_stream(
     with client.stream("POST", "/v1/chat/completions", json=body) as lines:
         events = [json.loads(line[6:]) for line in lines.iter_lines() if line.startswith("data: {")]
     assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == want
+
+
+def test_an_image_in_tiles_is_answered_as_in_a_chat(tmp_path: pathlib.Path) -> None:
+    m, picture = ch.load(tiled_directory(tmp_path)), image(7)
+    parts = talk({"type": "image", "image": picture})
+    want, ids = m.chat(parts, 9), chat_ids(m, parts, {})
+    assert ids.count(TOKEN) == 4 * (6 + 1)  # of two rows of three tiles, and the whole image
+    app = make_server({"m": ServeEngine(m, Limits(block=8, chunk=8))}, keys=["a"])
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        reply = asked(client, pictured(picture)).json()
+    assert reply["choices"][0]["message"]["content"] == want.text
+    assert reply["usage"]["prompt_tokens"] == len(ids)
 
 
 def test_a_chunk_of_one_image_token_is_read_as_one(m: ch.Model) -> None:
