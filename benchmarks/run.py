@@ -65,6 +65,7 @@ CASES = {
     "dpo_trl": "finetune:run_dpo_trl",
     "diffusion": "diffusion:run_diffusion",
     "grpo": "grpo:run_grpo",
+    "grpo_words": "grpo:run_words",
     "embed": "finetune:run_embed",
     "kinds": "kinds:run_kinds",
     "fla_kernels": "kinds:run_fla_kernels",

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 import clearhead as ch
-from clearhead.app.commands.chat import functions_of
 from clearhead.errors import InputError
-from clearhead.hub.tokens.tools import call_function, tools_of
+from clearhead.hub.tokens.tools import call_function, functions_of, tools_of
 
 SHOP = '''
 from pathlib import Path
@@ -45,7 +44,7 @@ def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("shop")
     (folder / "shop.py").write_text(SHOP)
     (folder / "neighbour.py").write_text('STOCK = {"lamp": 12}\n')
-    tools = [tool.entry for tool in tools_of([*functions_of(folder / "shop.py").values()])]
+    tools = [tool.entry for tool in tools_of([*functions_of(folder / "shop.py", "--tools").values()])]
     for name in ("talk", "held"):
         (folder / f"{name}.jsonl").write_text(json.dumps({"messages": TALK, "tools": tools}) + "\n")
     settings = {**SETTINGS, "data.validation": str(folder / "held.jsonl")}
@@ -133,4 +132,4 @@ def test_the_model_is_told_how_a_call_went(function, arguments, wanted):
 def test_a_wrong_file_of_tools_is_refused(text, named, tmp_path):
     (tmp_path / "tools.py").write_text(text)
     with pytest.raises(InputError, match=named):
-        functions_of(tmp_path / "tools.py")
+        functions_of(tmp_path / "tools.py", "--tools")

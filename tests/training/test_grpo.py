@@ -13,10 +13,12 @@ import torch
 
 import clearhead as ch
 from clearhead.errors import ConfigError, InputError
+from clearhead.hub.tokens.tools import functions_of, tools_of
 from clearhead.hub.weights import open_tensors
 from clearhead.learn.batches.batch import IGNORE, Batch
 from clearhead.learn.recipe import GrpoPlan
 from clearhead.learn.rewards import reward, rewards_named
+from clearhead.learn.tasks.generation import chat_ids
 from clearhead.learn.tasks.rollouts import Rollouts
 from clearhead.learn.tasks.table import TASKS
 from tests import harness
@@ -164,8 +166,6 @@ def test_sampled_tokens_have_the_trainers_log_probabilities_to_the_bit(base, tun
     assert len(figures) == 7 and all(each["logprob_difference"] == 0.0 for each in first)
     assert all(each["logprob_difference"] > 0 and each["kl"] >= 0 for each in figures[1::2])
     m = ch.load(base)
-    from clearhead.learn.tasks.generation import chat_ids
-
     for line in lines(folder)[:4]:  # and the base itself gives these, as far as floats go
         prompt = chat_ids(m, [{"role": "user", "content": line["prompt"]}], {})
         scored = m.score([*prompt, *line["tokens"]]).logprobs[len(prompt) :]
@@ -176,22 +176,27 @@ def test_sampled_tokens_have_the_trainers_log_probabilities_to_the_bit(base, tun
     assert all(row["reward"] == -row["loss"] for row in validated)
 
 
-def test_what_drafts_decides_no_token(base, tuned, tmp_path, monkeypatch):
-    """Drafts of the wrong tokens are drawn again, one by one, by the trainer's own forward pass."""
+def draft_wrongly(monkeypatch):
+    """Let drafts be of the wrong tokens, in training: each is drawn again by the trainer's forward pass."""
 
     def wrong(self, numbers, answers, rolls):
-        for answer in answers:
-            if not self.ended(answer):
-                answer.extend([min(self.stops)] * (len(answer) < self.most))
+        for number, answer in zip(numbers, answers):
+            if not self.ended(number, answer):
+                answer.add([min(self.stops)], True)
 
     honest = Rollouts.draft
     monkeypatch.setattr(
         Rollouts, "draft", lambda self, *given: (wrong if self.training else honest)(self, *given)
     )
+
+
+ONE_STEP = {"train.steps": 1, "train.validate_every": 1, "train.save_every": 1}
+
+
+def test_what_drafts_decides_no_token(base, tuned, tmp_path, monkeypatch):
+    draft_wrongly(monkeypatch)
     events = []
-    run(
-        base, tmp_path / "run", events, **{"train.steps": 1, "train.validate_every": 1, "train.save_every": 1}
-    )
+    run(base, tmp_path / "run", events, **ONE_STEP)
     kept = [line for line in lines(tuned[0]) if line["round"] == 0]
     assert lines(tmp_path / "run") == kept
     figures = next(event.figures for event in events if getattr(event, "figures", None))
@@ -240,6 +245,7 @@ def test_low_rank_updates_have_the_frozen_weights_as_their_reference(base, tmp_p
         ({"grpo.weights": [1.0]}, "1 numbers.*one for each"),
         ({"grpo.group": 1}, "group 1 must be 2 or more"),
         ({"generate.max_new_tokens": 60}, "no prompt fits"),
+        ({"grpo.tools": "none.py"}, "grpo.tools .*none.py is not a Python file"),
     ],
 )
 def test_settings_that_are_not_honoured_are_refused(base, settings, says, tmp_path):
@@ -255,6 +261,103 @@ def test_its_section_is_refused_by_other_tasks(tmp_path):
     with pytest.raises(InputError, match="names tools"):
         ch.train([{"prompt": "a", "tools": [{"name": "x"}]}] * 4, recipe="grpo", out=tmp_path / "run",
                  settings={"grpo.reward": ["exact"]})  # fmt: skip
+
+
+# Tools ------------------------------------------------------------------------------------------------------
+
+TOOLS = '''
+def twice(n: int) -> int:
+    """Double."""
+    return 2 * n
+'''
+CALLED = [{**row, "answer": f"{2 * n}"} for n, row in enumerate(ROWS[:3])]
+
+
+def called(n):
+    """A conversation in which the tool is called and its result repeated."""
+    call = {"function": {"name": "twice", "arguments": {"n": n}}}
+    asked, answer = {"role": "user", "content": f"{n}"}, {"role": "assistant", "content": f"{2 * n}"}
+    return [
+        asked,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": f"{2 * n}"},
+        answer,
+    ]
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    """A file of tools, and a model that has nearly learned to call it."""
+    folder = tmp_path_factory.mktemp("caller")
+    (folder / "tools.py").write_text(TOOLS)
+    tools = [tool.entry for tool in tools_of([*functions_of(folder / "tools.py", "tools").values()])]
+    settings = {
+        **SFT, "model.max_positions": 400, "model.n_layers": 2, "model.dropout": 0.0, "train.lr": 8e-3,
+        "train.steps": 90, "data.batch_size": 3, "data.max_length": 400, "tokens.template": "chatml",
+    }  # fmt: skip
+    given = [{"messages": called(n), "tools": tools} for n in range(3)]
+    ch.train(given, recipe="sft", out=folder / "base", settings=settings)
+    return folder
+
+
+def call_run(folder, out, events=None, stop=None, **settings):
+    more = {} if stop is None else {"stop": stop}
+    events = [] if events is None else events
+    return ch.train(
+        [{key: row[key] for key in ("prompt", "answer")} for row in CALLED], recipe="grpo", out=out,
+        settings={
+            **RUN, "model.base": folder / "base", "grpo.tools": folder / "tools.py", "grpo.reward": ["exact"],
+            "train.steps": 4, "train.validate_every": 4, "generate.max_new_tokens": 90, **settings,
+        },
+        on_event=events.append, **more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def called_tools(caller, tmp_path_factory):
+    folder, events = tmp_path_factory.mktemp("called") / "run", []
+    call_run(caller, folder, events)
+    return folder, events
+
+
+def test_answers_call_tools_and_only_sampled_tokens_are_learned(caller, called_tools):
+    folder, events = called_tools
+    figures = [event.figures for event in events if getattr(event, "figures", None)]
+    assert all(each["logprob_difference"] == 0.0 for each in figures[::2]) and figures[0]["calls"] > 0.5
+    m = ch.load(caller / "base")
+    tools = [tool.entry for tool in tools_of([*functions_of(caller / "tools.py", "tools").values()])]
+    said = [(line, [turn["content"] for turn in line["turns"]]) for line in lines(folder)]
+    once = [line for line, texts in said if len(texts) == 2 and texts[1].isdecimal()]
+    assert len(once) > 4
+    for line in once:
+        call, result = line["turns"][0]["tool_calls"][0]["function"], line["turns"][1]["content"]
+        assert result == str(2 * json.loads(call["arguments"])["n"])
+        added = [token for token, own in zip(line["tokens"], line["sampled"]) if not own]
+        written = m.text_tokenizer.decode(added, skip_special_tokens=False)
+        assert written == f"\n<|im_start|>tool\n{result}<|im_end|>\n<|im_start|>assistant\n"
+        # The base gives each sampled token its log-probability, after all tokens before it.
+        prompt = chat_ids(m, [{"role": "user", "content": line["prompt"]}], {"tools": tools})
+        scored = m.score([*prompt, *line["tokens"]]).logprobs[len(prompt) :]
+        own = [value for value, sampled in zip(scored, line["sampled"]) if sampled]
+        assert len(own) == len(line["logprobs"])
+        if line["round"] == 0:
+            assert max(abs(a - b) for a, b in zip(own, line["logprobs"])) < 1e-5
+
+
+def test_tools_are_called_whatever_drafts(caller, called_tools, tmp_path, monkeypatch):
+    draft_wrongly(monkeypatch)
+    call_run(caller, tmp_path / "run", **ONE_STEP)
+    assert lines(tmp_path / "run") == [line for line in lines(called_tools[0]) if line["round"] == 0]
+
+
+def test_a_run_with_tools_goes_on_to_the_same_bits(caller, called_tools, tmp_path):
+    seen = []
+    stopped = call_run(caller, tmp_path / "run", stop=lambda: seen.append(1) or len(seen) == 3)
+    assert stopped.reason == "stopped"
+    ch.train(resume=tmp_path / "run")
+    assert lines(tmp_path / "run") == lines(called_tools[0])
+    once, twice = (open_tensors(folder / "last", "model") for folder in (called_tools[0], tmp_path / "run"))
+    assert all(torch.equal(once[key].read(), twice[key].read()) for key in once)
 
 
 # Rewards ----------------------------------------------------------------------------------------------------

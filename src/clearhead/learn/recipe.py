@@ -50,7 +50,7 @@ MAX_SEED = 2**32 - 1  # so that the seed of each step is one that PyTorch and Nu
 RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "steps accumulate validate_every save_every log_every threads patience keep_best keep_last "
-        "max_new_tokens num_beams updates",
+        "max_new_tokens num_beams updates turns",
         lambda value: value >= 1,
         "must be 1 or more",
     ),
@@ -227,6 +227,9 @@ class GrpoPlan:
     # unit_tests, length, some with a value: length=200
     reward: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()  # of the rewards in their sum; none: 1 each
+    # FILE.py with typed functions that the model may call while it answers
+    tools: str | None = None
+    turns: int = 4  # of the model in an answer with tools: its calls end with the one before the last
     group: int = 8  # answers to each prompt, which are compared with each other
     scale_rewards: bool = True  # divide advantages by the deviation of their group
     loss: Literal["dapo", "grpo", "dr_grpo"] = "dapo"  # mean over tokens, over answers, or by the most tokens

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
 import json
 import os
 import re
@@ -22,7 +20,7 @@ import clearhead as ch
 from clearhead.app.commands.common import Folder, load_model, print_notes
 from clearhead.app.commands.models import page_server
 from clearhead.app.commands.requests import GroupedRequest, options_with
-from clearhead.errors import ClearheadError, InputError, first_line, refuse
+from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.run.generate.request import ANSWER_TOKENS, make_request
 
 OPTIONS = options_with(max_new_tokens=ANSWER_TOKENS)
@@ -70,10 +68,12 @@ def chat(
       clearhead chat llava/ "What is this?" --image cat.jpg
       echo "What is a heron?" | clearhead chat my-model/
     """
+    from clearhead.hub.tokens.tools import functions_of
+
     given = {"max_new_tokens": asking.stopping.max_new_tokens, **asking.given()}
     make_request(given)  # a mistake is reported before the model is loaded
     refuse(yes and tools is None, "--yes belongs to --tools: leave it out")
-    functions = {} if tools is None else functions_of(tools)
+    functions = {} if tools is None else functions_of(tools, "--tools")
     model = load_model(folder, device=device, dtype=dtype)
     from clearhead.learn.tasks.generation import chat_template
 
@@ -96,34 +96,6 @@ def chat(
     if talk.show is not None:  # the page may still compute in threads of C++, which cannot be ended
         sys.stdout.flush()
         os._exit(0)
-
-
-def functions_of(path: Path) -> dict[str, Callable[..., Any]]:
-    """Run a Python file, and return its public functions by name; refuse those without types."""
-    from clearhead.hub.tokens.tools import tools_of
-
-    refuse(not path.is_file() or path.suffix != ".py", f"--tools {path} is not a Python file")
-    name = "clearhead_chat_tools"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # it imports its neighbours, as when Python runs it
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise InputError(
-            f"--tools {path} cannot be run: {type(error).__name__}: {first_line(error)}"
-        ) from None
-    functions: dict[str, Callable[..., Any]] = {
-        key: value
-        for key, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
-    }
-    refuse(
-        not functions, f"--tools {path} has no function: define some, such as def weather(city: str) -> str"
-    )
-    tools_of([*functions.values()])
-    return functions
 
 
 def lines(first: str | None) -> Iterator[str]:

@@ -11,14 +11,17 @@ knows of no tools gets them as text, and calls are JSON between <tool_call> tags
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import inspect
 import json
 import re
 import secrets
 import string
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from clearhead.errors import InputError, MissingExtraError, first_line, refuse
@@ -132,6 +135,29 @@ def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
     except (PydanticUserError, NameError) as error:
         line = first_line(error).partition(". ")[0]
         raise InputError(f"the tool {function.__name__} has a type without a JSON schema: {line}") from None
+
+
+def functions_of(path: Path, setting: str) -> dict[str, Callable[..., Any]]:
+    """Run a Python file, and return its public functions by name; refuse those without types."""
+    named = f"{setting} {path}"
+    refuse(not path.is_file() or path.suffix != ".py", f"{named} is not a Python file")
+    name = "clearhead_tools"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # it imports its neighbours, as when Python runs it
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{named} cannot be run: {type(error).__name__}: {first_line(error)}") from None
+    functions: dict[str, Callable[..., Any]] = {
+        key: value
+        for key, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == name and not key.startswith("_")
+    }
+    refuse(not functions, f"{named} has no function: define some, such as def weather(city: str) -> str")
+    tools_of([*functions.values()])
+    return functions
 
 
 def call_function(function: Callable[..., Any], arguments: str) -> str:

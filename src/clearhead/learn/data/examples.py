@@ -408,7 +408,7 @@ class Prompt(ChatExample):
         """See `Example.read`."""
         refuse(
             record.cells.get("tools"),
-            f"{record.place} names tools: answers are sampled in one turn, which calls none; leave them out",
+            f"{record.place} names tools: leave them out, and set grpo.tools to a file of functions",
         )
         prompt, columns = _asked(record, roles), dict[str, Any]()
         for name, cell in record.cells.items():

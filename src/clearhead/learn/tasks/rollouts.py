@@ -6,12 +6,15 @@ trainer's forward pass, in the shape that the loss will have, draws every token 
 token that differs replaces the draft, which goes on from there. What is left are answers drawn from the
 trainer's distribution itself, with its log-probabilities, for one forward pass more.
 
+Where the recipe names tools, an answer may have several turns: what the model calls is run, the results are
+added to the tokens, which no loss has, and the model goes on.
+
 Shapes: B answers, T tokens of a row, N sampled tokens, V vocabulary.
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +25,14 @@ from clearhead.core.cache import Cache
 from clearhead.core.dtypes import wide
 from clearhead.errors import refuse
 from clearhead.hub.files import write_text
+from clearhead.hub.tokens.answers import ReadAnswer
+from clearhead.hub.tokens.text import clean
+from clearhead.hub.tokens.tools import call_function, tools_of
 from clearhead.learn.batches.batch import IGNORE, Batch, FixedRows
 from clearhead.learn.batches.ragged import Ints, blank
 from clearhead.learn.data.examples import Prompt
 from clearhead.learn.rewards import reward
-from clearhead.learn.tasks.generation import chat_ids
+from clearhead.learn.tasks.generation import ChatTurn, ToolChoice, chat_template, turn_end, turn_of
 from clearhead.run.api import Model
 from clearhead.run.generate.decode import prefill
 from clearhead.run.generate.request import Request
@@ -36,6 +42,107 @@ from clearhead.variants.contexts import evaluating
 
 SAMPLES = "samples.jsonl"  # of a run's folder: every sampled answer with its rewards
 EPS = 1e-4  # added to the deviation of a group
+
+
+@dataclass
+class Answer:
+    """Tokens of an answer: those that were sampled and, between turns, those that tools have added."""
+
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)  # of each token
+    turns: list[dict[str, Any]] = field(default_factory=list)  # messages: calls and their results
+    starts: list[int] = field(default_factory=list)  # where each turn of the model but the first begins
+
+    @property
+    def count(self) -> int:
+        """The number of sampled tokens."""
+        return sum(self.sampled)
+
+    def add(self, tokens: Sequence[int], sampled: bool) -> None:
+        """Add tokens."""
+        self.tokens += tokens
+        self.sampled += [sampled] * len(tokens)
+
+    def replace(self, number: int, token: int) -> None:
+        """Put another token in place of a sampled one; forget what follows."""
+        place = [place for place, sampled in enumerate(self.sampled) if sampled][number]
+        self.tokens[place:], self.sampled[place:] = [token], [True]
+        kept = sum(start <= place for start in self.starts)
+        results = [n for n, turn in enumerate(self.turns) if turn["role"] == "assistant"][kept:]
+        self.starts = self.starts[:kept]
+        self.turns = self.turns[: results[0]] if results else self.turns
+
+
+class ToolUse:
+    """Runs what answers call, and writes the results as the chat template has them."""
+
+    def __init__(self, m: Model, functions: Mapping[str, Callable[..., Any]], turns: int) -> None:
+        self.m, self.functions, self.most = m, functions, turns
+        self.tools = tools_of([*functions.values()])
+        end = turn_end(m)
+        refuse(
+            end is None,
+            "grpo.tools needs a chat template that ends turns with a token of its own: set tokens.template",
+        )
+        assert end is not None
+        self.end, self.ends = end, str(m.text_tokenizer.id_to_token(end))
+
+    def begin(self, messages: Sequence[Any]) -> ChatTurn:
+        """Return the first turn of an answer."""
+        return turn_of(self.m, messages, {}, {}, ToolChoice(self.tools))
+
+    def follow(self, asked: Sequence[Any], turn: ChatTurn, answer: Answer, room: int) -> None:
+        """Add the results of what the last turn of an answer calls, where there are turns left and room."""
+        if answer.tokens[-1] != self.end or len(answer.starts) + 1 >= self.most:
+            return
+        said = self.read(turn, answer)
+        if not said.calls:
+            return
+        results = [
+            {
+                "role": "tool",
+                "tool_call_id": call.id,
+                "name": call.name,
+                "content": self.call(call.name, call.arguments),
+            }
+            for call in said.calls
+        ]
+        added = self.after([*asked, *answer.turns, said.message], results)
+        if len(answer.tokens) + len(added) < room:
+            answer.turns += [said.message, *results]
+            answer.add(added, False)
+            answer.starts.append(len(answer.tokens))
+
+    def read(self, turn: ChatTurn, answer: Answer) -> ReadAnswer:
+        """Return the last turn of an answer, divided into what it says and calls."""
+        tokens = answer.tokens[answer.starts[-1] if answer.starts else 0 :]
+        tokens = tokens[:-1] if tokens and tokens[-1] == self.end else tokens
+        parser = turn.parser()
+        assert parser is not None
+        keep = turn.options.get("skip_special_tokens", True)
+        parts = [
+            *parser.push(self.m.text_tokenizer.decode(tokens, skip_special_tokens=keep)),
+            *parser.finish(),
+        ]
+        return ReadAnswer.of(parts, lambda call: f"{len(answer.turns) + call:09d}")
+
+    def call(self, name: str, arguments: str) -> str:
+        """Run a call; return its result, or what went wrong, for the model."""
+        if name not in self.functions:
+            return f"error: there is no {name}: call {', '.join(self.functions)}"
+        return call_function(self.functions[name], arguments)
+
+    def after(self, messages: Sequence[Any], results: Sequence[Any]) -> list[int]:
+        """Return the tokens between the end of a turn and the beginning of the next, with results between."""
+        template, tools = chat_template(self.m), [tool.entry for tool in self.tools]
+        before = clean(template.render(messages, False, tools=tools))
+        whole = clean(template.render([*messages, *results], True, tools=tools))
+        refuse(
+            not whole.startswith(before),
+            "grpo.tools: the chat template rewrites a turn once others follow it: set tokens.template",
+        )
+        tail = before.rpartition(self.ends)[2] + whole[len(before) :]
+        return list(self.m.text_tokenizer.encode(tail, add_special_tokens=False).ids)
 
 
 class Rollouts(FixedRows):
@@ -52,10 +159,13 @@ class Rollouts(FixedRows):
         self.task, self.loaded, plan = task, loaded, task.plan
         self.most, self.group = task.generate.max_new_tokens, plan.group if training else 1
         self.request = Request(temperature=task.generate.temperature, max_new_tokens=self.most)
-        self.stops, self.pad = frozenset(loaded.stops), loaded.special.get("pad", 0)
-        prompts = [(row, chat_ids(loaded, row.prompt, {})) for row in rows]
+        self.tools: ToolUse | None = ToolUse(loaded, task.tools, plan.turns) if task.tools else None
+        ends = () if self.tools is None else (self.tools.end,)
+        self.stops, self.pad = frozenset((*loaded.stops, *ends)), loaded.special.get("pad", 0)
+        begin = self.tools.begin if self.tools else lambda prompt: turn_of(loaded, prompt, {}, {})
+        prompts = [(row, begin(row.prompt)) for row in rows]
         room = loaded.max_length - self.most
-        kept = [(row, ids) for row, ids in prompts if len(ids) <= room]
+        kept = [(row, turn) for row, turn in prompts if len(turn.ids) <= room]
         refuse(
             not kept,
             f"no prompt fits into {loaded.max_length} tokens with {self.most} new ones: lower "
@@ -63,7 +173,8 @@ class Rollouts(FixedRows):
         )
         left = len(prompts) - len(kept)
         self.notes = (f"{left:,} of {len(prompts):,} prompts are too long and are left out",) * bool(left)
-        self.examples, self.prompts = [row for row, _ in kept], [ids for _, ids in kept]
+        self.examples, self.first = [row for row, _ in kept], [turn for _, turn in kept]
+        self.prompts = [turn.ids for turn in self.first]
         self.uses = plan.updates if training else 1
         self.run: Any = None  # of training, see `Task.begin`
         self.recent: dict[int, Batch] = {}  # by round
@@ -87,9 +198,9 @@ class Rollouts(FixedRows):
         numbers = np.repeat(positions, self.group)
         rolls = torch.from_numpy(random.random((len(numbers), self.most)))
         if self.run is None:  # before training: the prompts alone, for their sizes
-            return self.batch(numbers, [[] for _ in numbers])
+            return self.batch(numbers, [Answer() for _ in numbers])
         if not self.training:
-            answers: list[list[int]] = [[] for _ in numbers]
+            answers = [Answer() for _ in numbers]
             self.draft(numbers, answers, rolls)
             batch, rewarded = self.batch(numbers, answers), self.rewarded(numbers, answers)
             return replace(batch, advantages=torch.tensor([line["reward"] for line in rewarded]))
@@ -100,7 +211,8 @@ class Rollouts(FixedRows):
         """Return the batch of sampled answers: their advantages, log-probabilities, and the reference's."""
         lines = self.read()
         if lines:  # a run that goes on between two updates of one batch
-            answers = [line["tokens"] for line in lines]
+            flags = (line.get("sampled", [True] * len(line["tokens"])) for line in lines)
+            answers = [Answer(line["tokens"], own) for line, own in zip(lines, flags)]
             batch = self.batch(numbers, answers)
             where = batch.targets != IGNORE
             values = [value for line in lines for value in line["logprobs"]]
@@ -117,65 +229,91 @@ class Rollouts(FixedRows):
         reference = self.reference(batch) if plan.kl else None
         of_answers = torch.tensor(advantages.reshape(-1), dtype=torch.float32)
         batch = replace(batch, sampled=sampled, advantages=of_answers, reference=reference)
-        count = {"dapo": sum(map(len, answers)), "grpo": len(answers), "dr_grpo": len(answers) * self.most}
+        count = {
+            "dapo": sum(answer.count for answer in answers),
+            "grpo": len(answers),
+            "dr_grpo": len(answers) * self.most,
+        }
         batch.__dict__["n_targets"] = count[plan.loss]
         measured = {"reward": rewards.mean(), "reward_deviation": deviation.mean()}
         measured |= {name: np.mean([line["rewards"][name] for line in lines]) for name in lines[0]["rewards"]}
-        measured |= {"length": np.mean([len(answer) for answer in answers])}
-        measured |= {"ended": np.mean([answer[-1] in self.stops for answer in answers])}
+        measured |= {"length": np.mean([answer.count for answer in answers])}
+        measured |= {"ended": np.mean([answer.tokens[-1] in self.stops for answer in answers])}
+        if self.tools:
+            measured |= {
+                "calls": np.mean([sum(turn["role"] == "tool" for turn in line["turns"]) for line in lines])
+            }
         self.task.measure(**{name: float(value) for name, value in measured.items()})
         return batch
 
     # Sampling -----------------------------------------------------------------------------------------------
 
-    def sample(self, numbers: Ints, rolls: Tensor) -> tuple[list[list[int]], Tensor]:
+    def sample(self, numbers: Ints, rolls: Tensor) -> tuple[list[Answer], Tensor]:
         """Return answers drawn from the trainer's own distribution, and their log-probabilities [B, T]."""
-        answers: list[list[int]] = [[] for _ in numbers]
+        answers = [Answer() for _ in numbers]
         redrawn = 0
         while True:
             self.draft(numbers, answers, rolls)
             batch = self.batch(numbers, answers)
             logprobs, drawn = self.verified(batch, rolls)
             wrong = 0
-            for answer, own in zip(answers, drawn):
+            for number, answer, own in zip(numbers, answers, drawn):
+                chosen = [token for token, sampled in zip(answer.tokens, answer.sampled) if sampled]
                 first = next(
-                    (place for place, pair in enumerate(zip(answer, own)) if pair[0] != pair[1]), None
+                    (place for place, pair in enumerate(zip(chosen, own)) if pair[0] != pair[1]), None
                 )
                 if first is not None:
-                    answer[first:] = own[first : first + 1]
+                    answer.replace(first, own[first])
+                    self.follow(number, answer)
                     wrong += 1
             if not wrong:
                 self.task.measure(redrawn=float(redrawn))
                 return answers, logprobs
             redrawn += wrong
 
-    def ended(self, answer: list[int]) -> bool:
+    def ended(self, number: int, answer: Answer) -> bool:
         """Return whether an answer has its last token."""
-        return len(answer) == self.most or (bool(answer) and answer[-1] in self.stops)
+        stopped = bool(answer.tokens) and answer.sampled[-1] and answer.tokens[-1] in self.stops
+        return stopped or answer.count == self.most or len(answer.tokens) >= self.room(number)
+
+    def room(self, number: int) -> int:
+        """Return how many tokens an answer to a prompt may have, with those of tools."""
+        return self.loaded.max_length - len(self.prompts[number])
+
+    def follow(self, number: int, answer: Answer) -> None:
+        """Add the results of what an answer calls, where a turn of it has ended."""
+        if self.tools is not None and answer.count < self.most:
+            self.tools.follow(self.examples[number].prompt, self.first[number], answer, self.room(number))
 
     @torch.no_grad()
-    def draft(self, numbers: Ints, answers: list[list[int]], rolls: Tensor) -> None:
+    def draft(self, numbers: Ints, answers: list[Answer], rolls: Tensor) -> None:
         """Carry on the answers to their ends, in place, by the inference model and its cache."""
-        running = [row for row, answer in enumerate(answers) if not self.ended(answer)]
-        if not running:
-            return
         with evaluating(self.loaded.model), self.run.precision.autocast():
-            model, cache = self.loaded.engine.runner(), Cache()
-            texts = [self.prompts[numbers[row]] + answers[row] for row in running]
-            logits = prefill(model, texts, cache)
-            while True:
-                uniform = torch.stack([rolls[row, len(answers[row])] for row in running])
-                chosen = draw(distribution(wide(logits), self.request), uniform)
-                for row, token in zip(running, chosen.tolist()):
-                    answers[row].append(token)
-                kept = [place for place, row in enumerate(running) if not self.ended(answers[row])]
-                if not kept:
-                    return
-                if len(kept) < len(running):
-                    index = torch.tensor(kept, device=chosen.device)
-                    cache.reorder(index)
-                    running, chosen = [running[place] for place in kept], chosen[index]
-                logits = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
+            while running := [row for row, n in enumerate(numbers) if not self.ended(n, answers[row])]:
+                self.turn(numbers, answers, rolls, running)
+
+    def turn(self, numbers: Ints, answers: list[Answer], rolls: Tensor, running: list[int]) -> None:
+        """Carry on some of the answers to the ends of their turns, in place."""
+        model, cache = self.loaded.engine.runner(), Cache()
+        logits = prefill(model, [self.prompts[numbers[row]] + answers[row].tokens for row in running], cache)
+        while True:
+            uniform = torch.stack([rolls[row, answers[row].count] for row in running])
+            chosen = draw(distribution(wide(logits), self.request), uniform)
+            for row, token in zip(running, chosen.tolist()):
+                answers[row].add([token], True)
+                self.follow(numbers[row], answers[row])
+            kept = [
+                place
+                for place, row in enumerate(running)
+                if answers[row].sampled[-1] and not self.ended(numbers[row], answers[row])
+            ]
+            if not kept:
+                return
+            if len(kept) < len(running):
+                index = torch.tensor(kept, device=chosen.device)
+                cache.reorder(index)
+                running, chosen = [running[place] for place in kept], chosen[index]
+            logits = model(chosen[:, None], cache=cache, logits="last").logits[:, -1]
 
     def verified(self, batch: Batch, rolls: Tensor) -> tuple[Tensor, list[list[int]]]:
         """Return the trainer's log-probabilities of a batch [B, T], and the tokens that it draws itself."""
@@ -211,29 +349,46 @@ class Rollouts(FixedRows):
             for part, scale in zip(updates, scales):
                 part.scale = scale
 
-    def batch(self, numbers: Ints, answers: Sequence[list[int]]) -> Batch:
-        """Return prompts with their answers as rows; the targets are the answers."""
-        texts = [[*self.prompts[number], *answer] for number, answer in zip(numbers, answers)]
+    def batch(self, numbers: Ints, answers: Sequence[Answer]) -> Batch:
+        """Return prompts with their answers as rows; the targets are the sampled tokens."""
+        texts = [[*self.prompts[number], *answer.tokens] for number, answer in zip(numbers, answers)]
         ids, mask = blank(np.array([max(1, len(text) - 1) for text in texts]), self.pad)
         targets = np.full_like(ids, IGNORE)
         for row, (text, answer) in enumerate(zip(texts, answers)):
             ids[row, : len(text) - 1] = text[:-1]
-            targets[row, len(text) - 1 - len(answer) : len(text) - 1] = answer
+            own = np.where(np.array(answer.sampled, dtype=bool), answer.tokens, IGNORE)
+            targets[row, len(text) - 1 - len(own) : len(text) - 1] = own
         return Batch.of(ids=ids, mask=mask, targets=targets, numbers=numbers)
 
     # Rewards, and the file of samples -----------------------------------------------------------------------
 
-    def rewarded(self, numbers: Ints, answers: Sequence[list[int]]) -> list[dict[str, Any]]:
-        """Return a line for each answer: its prompt, text, tokens and rewards."""
+    def rewarded(self, numbers: Ints, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+        """Return a line for each answer: its prompt, text, tokens and rewards.
+
+        With tools the text is that of its last turn; rewards find the turns before it in the column `turns`.
+        """
         lines = []
         for number, answer in zip(numbers.tolist(), answers):
-            said = answer[:-1] if answer[-1] in self.stops else answer
-            text, row = self.loaded.text_tokenizer.decode(said), self.examples[number]
-            each = {name: reward(name, own, text, row.columns) for name, own in self.task.rewards.items()}
+            row, more = self.examples[number], {}
+            if self.tools is None:
+                tokens = answer.tokens[:-1] if answer.tokens[-1] in self.stops else answer.tokens
+                text = self.loaded.text_tokenizer.decode(tokens)
+            else:
+                text = self.tools.read(self.first[number], answer).content
+                more = {"turns": answer.turns, "sampled": answer.sampled}
+            columns = {**row.columns, "turns": answer.turns} if self.tools else row.columns
+            each = {name: reward(name, own, text, columns) for name, own in self.task.rewards.items()}
             total = sum(weight * value for weight, value in zip(self.task.weights, each.values()))
             asked = " ".join(row.asked())
             lines.append(
-                {"prompt": asked, "answer": text, "reward": total, "rewards": each, "tokens": answer}
+                {
+                    "prompt": asked,
+                    "answer": text,
+                    "reward": total,
+                    "rewards": each,
+                    "tokens": answer.tokens,
+                    **more,
+                }
             )
         return lines
 

@@ -358,7 +358,8 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     }
     recipe = recipe.replace("data", **paths)
     rewards = (absolute(name) if ".py" in name else name for name in recipe.grpo.reward)
-    recipe = recipe.replace("grpo", reward=tuple(rewards))
+    tools = recipe.grpo.tools and absolute(recipe.grpo.tools)
+    recipe = recipe.replace("grpo", reward=tuple(rewards), tools=tools)
     for section, key, path in (
         ("tokens", "model", recipe.tokens.model),
         ("model", BASE, recipe.model.get(BASE)),

@@ -3,7 +3,8 @@
 Shapes: B answers, T tokens of a row, N sampled tokens, D model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from clearhead.core.heads import LanguageHead
 from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, refuse
+from clearhead.hub.tokens.tools import functions_of, tools_of
 from clearhead.learn import losses
 from clearhead.learn.batches.batch import IGNORE, Batch, Batches
 from clearhead.learn.data.examples import Corpus, Prompt
@@ -56,6 +58,7 @@ class Grpo(ChatTask):
     generate = GeneratePlan()
     rewards: Mapping[str, Reward] = {}
     weights: Sequence[float] = ()
+    tools: Mapping[str, Callable[..., Any]] = {}  # functions that answers may call
     measured: dict[str, list[float]]  # figures since they were last taken; of a copy for a run
     reference: Transformer | None = None  # the model before training; None: the frozen weights under LoRA
 
@@ -89,7 +92,10 @@ class Grpo(ChatTask):
             ConfigError,
         )
         weights = plan.weights or (1.0,) * count
-        return self.with_values(plan=plan, generate=generate, rewards=rewards, weights=weights, measured={})
+        tools = functions_of(Path(plan.tools), "grpo.tools") if plan.tools else {}
+        return self.with_values(
+            plan=plan, generate=generate, rewards=rewards, weights=weights, tools=tools, measured={}
+        )
 
     def direct_batches(
         self, loaded: Any, corpus: Corpus, side: Side, plan: DataPlan, seed: int, training: bool = True
@@ -187,5 +193,6 @@ class Grpo(ChatTask):
 
     def sample(self, loaded: Model, row: Prompt, plan: GeneratePlan, seed: int) -> str:
         """Return the answer to a prompt, and the right one where the row has one."""
-        reply = self.answer(loaded, row.prompt, None, plan, seed)
+        tools = [tool.entry for tool in tools_of([*self.tools.values()])] or None
+        reply = self.answer(loaded, row.prompt, tools, plan, seed)
         return sampled(" ".join(row.asked()), reply, row.columns.get("answer", ""))
