@@ -15,7 +15,7 @@ from clearhead.errors import InputError
 from clearhead.learn.batches.batch import IGNORE, Buckets, rounded
 from clearhead.learn.batches.ragged import DEVICE_TOGETHER, ROWS, for_device
 from clearhead.learn.data.examples import Labelled, Pair, Question, Tagged
-from tests.batches.toys import batches_of, corpus_of, encoded_of, special_of, tokenizer_for
+from tests.batches.toys import batches_of, corpus_of, encoded_of, same, special_of, tokenizer_for
 
 pytestmark = pytest.mark.ledger("H1", "H6")
 TASKS = ("seq2seq", "classify", "tag")
@@ -37,6 +37,25 @@ def test_each_example_comes_once_an_epoch(task, plan, tmp_path):
 
 def slots_of(batch) -> int:
     return batch.ids.numel() + (batch.source.numel() if batch.source is not None else 0)
+
+
+@pytest.mark.parametrize("task", ["classify", "tag"])
+def test_a_share_of_the_tokens_is_hidden_in_training_alone(task, tmp_path):
+    options = {"length": 128, "batch_size": 8}
+    plain, hidden = (batches_of(task, tmp_path, **options, token_dropout=share) for share in (0.0, 0.3))
+    unknown, changed, tokens = special_of(task)["unk"], 0, 0
+    for index in range(plain.per_epoch):
+        before, after = plain.at(index), hidden.at(index)
+        assert torch.equal(before.targets, after.targets) and same(after, hidden.at(index))
+        ordinary = ~torch.isin(before.ids, torch.tensor(list(special_of(task).values())))
+        where = before.ids != after.ids
+        assert ordinary[where].all() and (after.ids[where] == unknown).all()
+        changed, tokens = changed + int(where.sum()), tokens + int(ordinary.sum())
+    assert changed / tokens == pytest.approx(0.3, abs=4 * (0.21 / tokens) ** 0.5)
+    judged = [
+        batches_of(task, tmp_path, **options, training=False, token_dropout=share) for share in (0.0, 0.3)
+    ]
+    assert same(judged[0].at(0), judged[1].at(0))
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -82,6 +82,19 @@ def test_validation_asks_for_every_token_but_the_first_once(tmp_path):
     assert last.mask is not None and not last.mask.all()
 
 
+def test_a_share_of_the_tokens_read_is_replaced_in_training_and_no_target(tmp_path):
+    plain, noisy = (batches_of("lm", tmp_path, batch_size=8, token_dropout=share) for share in (0.0, 0.5))
+    pairs = [(plain.at(index), noisy.at(index)) for index in range(20)]
+    assert all(torch.equal(a.targets, b.targets) and same(b, noisy.at(n)) for n, (a, b) in enumerate(pairs))
+    ids = np.asarray(plain.ids)
+    repeated = float(((np.bincount(ids) / len(ids)) ** 2).sum())  # a token that is drawn may be the same
+    tokens = sum(a.ids.numel() for a, _ in pairs)
+    share = sum(int((a.ids != b.ids).sum()) for a, b in pairs) / tokens
+    assert share == pytest.approx(0.5 * (1 - repeated), abs=4 * (0.25 / tokens) ** 0.5)
+    judged = [batches_of("lm", tmp_path, training=False, token_dropout=each) for each in (0.0, 0.5)]
+    assert same(judged[0].at(0), judged[1].at(0))
+
+
 @pytest.mark.parametrize("rows", [1, 4, 7])
 def test_an_epoch_covers_the_text_with_windows_side_by_side(rows, tmp_path):
     length = 16

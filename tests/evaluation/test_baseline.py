@@ -7,7 +7,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.learn.evaluation.baseline import NGram
+from clearhead.learn.evaluation.baseline import Baseline, NGram
 
 TEXTS = [
     ("good", "a fine and moving film"),
@@ -78,9 +78,19 @@ def test_a_linear_model_is_judged_next_to_a_classifier(tmp_path, capsys):
     main(["eval", str(folder), str(tmp_path / "test.tsv")])
     shown = capsys.readouterr().out
     assert "0.6667" in shown and "baseline: logistic regression" in shown
+    behind = result.metrics["accuracy"] < result.baseline.metrics["accuracy"]
+    assert any(line.startswith("the simple model is better") for line in result.notes) is behind
     (tmp_path / "reviews.tsv").unlink()
     moved = ch.evaluate(ch.load(folder), [tmp_path / "test.tsv"], baseline=True)
     assert moved.baseline is None and any("no baseline" in note for note in moved.notes)
+
+
+def test_the_simple_model_is_called_better_only_where_it_is():
+    found = Baseline("", 1, {"loss": 1.5, "perplexity": 4.5}, {})
+    assert "loss 1.5000, and 1.6000 of this model" in found.ahead({"loss": 1.6})
+    assert found.ahead({"loss": 1.5}) == found.ahead({"loss": 1.4}) == ""
+    found = Baseline("", 1, {"accuracy": 0.7}, {})
+    assert found.ahead({"loss": 1.0, "accuracy": 0.6}) and not found.ahead({"loss": 1.0, "accuracy": 0.8})
 
 
 NUMBERS = range(40)

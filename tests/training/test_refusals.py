@@ -53,6 +53,7 @@ WRONG = {
     "data.span_length=-2": "span_length -2 must be 1 or more",
     "data.stride=-2": "stride -2 must be 0 or more",
     "data.mask_share=1": "mask_share 1 must lie between 0 and 1",
+    "data.token_dropout=1": "token_dropout 1 must lie in [0, 1)",
     "data.validation_share=0": "validation_share 0 must lie between 0 and 1",
     "data.batch_size=0": "batch_size 0 must be 1 or more",
     "data.batch_tokens=0": "batch_tokens 0 must be 1 or more",
@@ -224,6 +225,18 @@ TERMS = [
 def test_terms_and_schedules_fit_their_task(task, config, terms, line):
     wrong = list(mistakes_of(TrainPlan(**terms), TASKS[task], Model(micro(**config), None), ALONE))
     assert re.search(line, wrong[0]) if line else wrong == []
+
+
+def test_hidden_tokens_fit_their_task_and_its_tokens(tmp_path):
+    texts = [f"{word} {number}" for number in range(20) for word in ("good", "bad")]
+    rows = {"seq2seq": [(text, text) for text in texts], "classify": [(text, text[:2]) for text in texts]}
+    settings = {"data.token_dropout": 0.5, "train.steps": 1, "model.d_model": 16, "model.n_heads": 2}
+    for task, more, line in (
+        ("seq2seq", {}, "token_dropout is for .* and this is seq2seq"),
+        ("classify", {"tokens.kind": "byte"}, "data.token_dropout needs a unk token"),
+    ):
+        with pytest.raises(ClearheadError, match=line):
+            ch.train(rows[task], out=tmp_path / task, settings={**settings, "data.task": task, **more})
 
 
 def test_windows_of_a_schedule_are_those_of_a_config_and_the_last_part_sees_all():

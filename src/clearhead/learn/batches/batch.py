@@ -23,7 +23,9 @@ from clearhead.learn.batches.encoding import Setting
 from clearhead.learn.batches.ragged import Ints, blank, tensor
 
 IGNORE = -100  # a position without a target: cross-entropy's own default
-ORDER, OFFSET, BATCH, LEVEL = range(4)  # what random numbers are drawn for: no two purposes share theirs
+ORDER, OFFSET, BATCH, LEVEL, HIDDEN = range(
+    5
+)  # what random numbers are drawn for: no two purposes share theirs
 STEP = 8  # between two sizes, at least: attention masks are read in blocks of so many keys
 
 
@@ -295,7 +297,15 @@ class Bucketed(Batches):
         epoch, number = divmod(index, self.per_epoch)
         examples, batches = self.order(epoch if self.setting.training else 0)
         batch = batches[number]
-        return self._build(examples[self.buckets.cuts[batch] : self.buckets.cuts[batch + 1]])
+        built = self._build(examples[self.buckets.cuts[batch] : self.buckets.cuts[batch + 1]])
+        setting = self.setting
+        if not (setting.training and setting.plan.token_dropout):
+            return built
+        random = generator(setting.seed, HIDDEN, index)
+        chosen = random.random(built.ids.shape) < setting.plan.token_dropout
+        chosen &= ~np.isin(built.ids.numpy(), list(setting.special.values()))
+        unknown = setting.need("unk", "data.token_dropout")
+        return replace(built, ids=built.ids.masked_fill(torch.from_numpy(chosen), unknown))
 
     def _build(self, numbers: Ints) -> Batch:
         """Make the batch of the examples with these numbers."""

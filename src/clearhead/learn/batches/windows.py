@@ -37,6 +37,7 @@ class TextWindows(FixedRows):
     def __init__(self, setting: Setting, step: int | None = None) -> None:
         """Make windows that advance by `step` tokens, or by as many as the text has."""
         self.ids, self.pad = setting.encoded["ids"], setting.pad
+        self.token_dropout = setting.plan.token_dropout
         step, usable, training = step or setting.length, len(self.ids) - self.overlap, setting.training
         refuse(
             usable < 1,
@@ -73,7 +74,14 @@ class TextWindows(FixedRows):
         real = np.arange(rows.shape[1] - 1) < lengths[:, None] - 1
         targets = np.where(real, rows[:, 1:], IGNORE)
         mask = None if real.all() else real
-        return Batch.of(ids=rows[:, :-1], targets=targets, mask=mask, numbers=positions)
+        return Batch.of(ids=self.noisy(rows[:, :-1], random), targets=targets, mask=mask, numbers=positions)
+
+    def noisy(self, ids: Ints, random: np.random.Generator) -> Ints:
+        """Replace a share of the tokens that are read in training by others of the text, drawn at random."""
+        if not (self.training and self.token_dropout):
+            return ids
+        chosen = random.random(ids.shape) < self.token_dropout
+        return np.where(chosen, self.ids[random.integers(len(self.ids), size=ids.shape)], ids)
 
 
 class MaskedWindows(TextWindows):

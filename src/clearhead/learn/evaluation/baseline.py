@@ -38,6 +38,17 @@ class Baseline:
     metrics: dict[str, float]
     intervals: dict[str, tuple[float, float]]
 
+    def ahead(self, model: Mapping[str, float]) -> str:
+        """Say where the simple model is better than this one by its first figure; "": it is not."""
+        metric = next(iter(self.metrics))
+        own, theirs = model[metric], self.metrics[metric]
+        if (theirs >= own) if metric == "loss" else (theirs <= own):
+            return ""
+        return (
+            f"the simple model is better: {metric} {theirs:.4f}, and {own:.4f} of this model; "
+            "it takes more data, other settings or a trained model to start from (model.base)"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as JSON has them."""
         return asdict(self)

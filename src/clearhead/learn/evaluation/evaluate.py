@@ -148,6 +148,8 @@ def evaluate(
     )  # fmt: skip
     result = _evaluation(judged, task, corpus)
     simple = _baseline(judged, task, corpus, result.metrics) if baseline else None
+    if simple is not None and (line := simple.ahead(result.metrics)):
+        judged.notes.append(line)
     return replace(result, baseline=simple, notes=tuple(judged.notes))
 
 

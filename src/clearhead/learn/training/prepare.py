@@ -397,6 +397,13 @@ def encode_batches(
     recipe: Recipe, task: Task, corpus: Corpus, loaded: Model, job: Job
 ) -> tuple[Batches, Batches]:
     """Encode and cache the examples; return the batches to train and to validate on."""
+    hides = task.pretrain or (task.name == "lm" and recipe.data.packing == "stream")
+    refuse(
+        recipe.data.token_dropout > 0 and not hides,
+        "data.token_dropout is for texts with a label, for tags and for lm in a stream, and this is "
+        f"{task.name}{' of documents apart' * (task.name == 'lm')}: leave it out",
+        ConfigError,
+    )
     cache = Path(recipe.data.cache) if recipe.data.cache is not None else job.folder / CACHE
     sides = []
     for side in SIDES:

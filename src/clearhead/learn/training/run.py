@@ -213,7 +213,7 @@ def _pretrain(recipe: Recipe, job: Job) -> Trained:
         **{"class_weights": None, "standardise": False},
     }
     recipe = recipe.replace("train", steps=steps, epochs=None, **later)
-    return _start(recipe.replace("data", task="mlm", texts_only=True), job)
+    return _start(recipe.replace("data", task="mlm", texts_only=True, token_dropout=0.0), job)
 
 
 def _resume(job: Job, settings: Settings = ()) -> Trained:
