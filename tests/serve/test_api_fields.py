@@ -27,6 +27,7 @@ GENERATION = {
     **{"grammar": 'root ::= "x"', "response_format": {"type": "text"}, "cache_salt": "s", "inside": ["lens"]},
     **{"structured_outputs": {"choice": ["a", "b"]}, "stream": True, "stream_options": None},
     **{"skip_special_tokens": False, "suffix": None, "lookup": 0, "draft_tokens": 1},
+    **{"denoising_steps": None, "unmasking": "confidence", "mask_schedule": "linear", "block_length": None},
 }
 MESSAGES = [{"role": "user", "content": "Hi", "name": "ann"}]
 # Of each body: the least request, and a value of each field that works.

@@ -12,8 +12,9 @@ Shapes: T tokens of a text, N masked tokens of a block, V vocabulary.
 """
 
 import math
+from collections.abc import Generator, Iterator
 from itertools import pairwise
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -89,15 +90,26 @@ def denoise(
     """
     rows = Sampler(model, request, ends).begin(prompts)
     for row in rows:
-        _Denoiser(model, request, row, mask, use_cache).run()
+        for _ in Denoiser(model, request, row, mask, use_cache).steps():
+            pass
     return rows
 
 
-class _Denoiser:
+class Unmasked(NamedTuple):
+    """What a denoising step has kept, of the block from `begin` to `end`."""
+
+    begin: int
+    end: int
+    positions: list[int]  # in the text
+    tokens: list[int]
+    confidence: list[float]  # the probability that the model gave to each token
+
+
+class Denoiser:
     """One text as it is denoised."""
 
     def __init__(
-        self, model: Transformer, request: Request, row: Sequence, mask: int, use_cache: bool
+        self, model: Transformer, request: Request, row: Sequence, mask: int, use_cache: bool = True
     ) -> None:
         config, size = model.config, block_length(model.config.main)
         self.model, self.request, self.row, self.mask = model, request, row, mask
@@ -116,18 +128,18 @@ class _Denoiser:
         # Blocks of attention are counted from the text's first token; others from the first new one.
         self.start = len(row.prompt) // self.size * self.size if self.causal else len(row.prompt)
 
-    def run(self) -> None:
-        """Finish block after block until the text ends."""
+    def steps(self) -> Iterator[Unmasked]:
+        """Finish block after block until the text ends; yield after each denoising step."""
         if self.cache is not None and self.start:
             self.model(self.text[None, : self.start], cache=self.cache, logits="none")
         for begin in range(self.start, len(self.text), self.size):
             end = min(begin + self.size, len(self.text))
-            if not self.finish(begin, end) or end == len(self.text):
+            if not (yield from self.finish(begin, end)) or end == len(self.text):
                 return
             if self.cache is not None:
                 self.model(self.text[None, begin:end], cache=self.cache, logits="none")
 
-    def finish(self, begin: int, end: int) -> bool:
+    def finish(self, begin: int, end: int) -> Generator[Unmasked, None, bool]:
         """Unmask a block and add its tokens to the row; return False where the text has ended."""
         masked = torch.arange(max(begin, len(self.row.prompt)), end, device=self.device)  # N
         first, logprobs = int(masked[0]), torch.zeros(len(self.text))
@@ -137,15 +149,17 @@ class _Denoiser:
                 self.row.stop_reason = reason
                 return False
             logits = self.logits(begin, end)[masked - begin]  # N V
-            tokens, order = self.drawn(logits)
+            tokens, confidence, order = self.drawn(logits)
             chosen = order.sort(descending=True, stable=True).indices[:count]
             self.text[masked[chosen]] = tokens[chosen]
             if self.request.logprobs:
                 values, _ = logprobs_of(logits[chosen], tokens[chosen], 0)
                 logprobs[masked[chosen].cpu()] = torch.tensor(values)
+            kept = (values[chosen].tolist() for values in (masked, tokens, confidence))
             keep = torch.ones(len(masked), dtype=torch.bool, device=self.device)
             masked = masked[keep.index_fill(0, chosen, False)]
             self.row.steps += 1
+            yield Unmasked(begin, end, *kept)
         for token, logprob in zip(self.text[first:end].tolist(), logprobs[first:end].tolist()):
             if self.request.logprobs:
                 self.row.logprobs.append(logprob)
@@ -162,10 +176,10 @@ class _Denoiser:
         seen = self.text[:end] if self.causal else self.text
         return cast(Tensor, self.model(seen[None]).logits[0, begin:end])
 
-    def drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a token for each mask and how soon it is to be kept: [N, V] -> [N], [N].
+    def drawn(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a token for each mask, its probability, and how soon it is kept: [N, V] -> [N] each.
 
-        By confidence, that is the probability that the model gives to the token, else a random number.
+        The most probable ones come first, or any, by a random number.
         """
         allowed = without(logits, [self.mask, *self.request.banned])
         probability = distribution(allowed, self.request)
@@ -173,9 +187,10 @@ class _Denoiser:
             tokens = draw(probability, self.roll(len(logits))).to(logits.device)
         else:
             tokens = probability.argmax(-1)
+        confidence = allowed.double().softmax(-1).gather(-1, tokens[:, None])[:, 0]
         if self.request.unmasking == "random":
-            return tokens, self.roll(len(logits)).to(logits.device)
-        return tokens, allowed.double().softmax(-1).gather(-1, tokens[:, None])[:, 0]
+            return tokens, confidence, self.roll(len(logits)).to(logits.device)
+        return tokens, confidence, confidence
 
     def roll(self, count: int) -> Tensor:
         """Return the next uniform numbers [N]."""

@@ -50,7 +50,6 @@ class Bounds(NamedTuple):
         return (self.least < value if self.above else self.least <= value) and value <= self.most
 
 
-DENOISES = "diffusion models are not served: ask generate for it"
 MOST = 2**53  # of tokens, beams and the like: what every reader of JSON takes for the same number
 FROM_0 = Bounds(0, MOST, "must be a whole number, 0 or more, up to 2**53")
 FROM_1 = Bounds(1, MOST, "must be a whole number, 1 or more, up to 2**53")
@@ -268,19 +267,19 @@ class Request:
 
     denoising_steps: int | None = option(
         None, "runs of the model for each block of masks; default: one for each token", "diffusion", FROM_1,
-        unserved=DENOISES,
+        http="denoising_steps",
     )
     unmasking: Literal["confidence", "random"] = option(
         "confidence", "which tokens a step keeps: the most probable ones, or any; others are masked again",
-        "diffusion", unserved=DENOISES,
+        "diffusion", http="unmasking",
     )
     mask_schedule: Literal["linear", "cosine"] = option(
         "linear", "how many tokens a step keeps: as many in each (linear), or few at first (cosine)",
-        "diffusion", unserved=DENOISES,
+        "diffusion", http="mask_schedule",
     )
     block_length: int | None = option(
         None, "tokens that are denoised together; default: all, or those that the model was built for",
-        "diffusion", FROM_1, unserved=DENOISES,
+        "diffusion", FROM_1, http="block_length",
     )
 
     overflow: Literal["refuse", "window", "slide", "stream"] = option(

@@ -79,7 +79,12 @@ class ServeEngine:
             refuse(self.split and value, f"{name}: not possible with {WHOLE}")
         # A model of speech takes no steps: it reads windows of sound, one request at a time.
         self.hears = m.config.input == "frames"
-        self.model_runner = None if self.hears else ModelRunner(m.model, self.limits)
+        # A diffusion model computes each request by itself, a denoising step at a time.
+        self.denoises = denoises(m.config)
+        alone = self.hears or self.denoises
+        self.model_runner = None if alone else ModelRunner(m.model, self.limits)
+        if self.denoises:
+            m.engine.runner()  # made once, here
         self.adapters: Mapping[str, Adapter] = {}  # by name; another mapping after each change
         self.adapter_names: set[str] = set()  # of all that there ever were: none is taken for the model's
         self.waiting: deque[ServedSequence] = deque()
@@ -96,16 +101,21 @@ class ServeEngine:
         weight, spec = next(m.model.parameters()), m.model.main.spec
         self.chunk = chunk_size(self.limits, weight.is_cuda)
         self.pooling = PoolingQueue(sys.maxsize if weight.is_cuda else CHARACTERS)
-        self.generates = spec.causal and m.config.head == "lm" and not self.hears
+        causal = spec.causal or self.denoises
+        self.generates = causal and m.config.head == "lm" and not self.hears
         # A layer that keeps a state has nothing that a later prompt could take up.
-        self.shares = self.generates and not any(kind.stateful for kind in spec.kinds)
+        self.shares = spec.causal and self.generates and not any(kind.stateful for kind in spec.kinds)
         self.speculation = Speculation(m, self.limits, draft)
         self.pool = None
         refuse(
             draft is not None and not self.generates,
             f"this model's head is {m.config.head}: it generates no text, so leave the draft model out",
         )
-        if self.generates:
+        refuse(
+            self.denoises and (draft is not None or adapters or self.split),
+            "a diffusion model is served on one device: leave out draft models, adapters and torchrun",
+        )
+        if self.generates and not self.denoises:
             check_served(m.model, self.max_length)
             heads, length = kv_heads_here(m.model) if self.split else None, m.config.max_positions
             self.pool = pool_for(spec, self.limits, length, weight.dtype, weight.device, heads)
@@ -181,13 +191,10 @@ class ServeEngine:
         Of `lookup` and `draft_tokens`, the smaller one bounds its draft tokens.
         """
         refuse(self.hears, f"this model reads sound, and no text: {fitting(self.m)}")
-        refuse(
-            denoises(self.m.config), "a diffusion model is not served: ask clearhead generate for its texts"
-        )
         refuse(not self.generates, f"this model's head is {self.m.config.head}: it generates no text")
-        assert self.pool is not None
         bare = prompt.prompt if isinstance(prompt, ImagePrompt) else prompt
-        limiting.check_prompt(self.pool, bare, None if self.m.model.main.spec.cross else ALL)
+        if self.pool is not None:
+            limiting.check_prompt(self.pool, bare, None if self.m.model.main.spec.cross else ALL)
         given, serving = served_options(options or {}, self.limits.cache), serving or ServeOptions()
         refuse(
             serving.inside and isinstance(prompt, ImagePrompt) and prompt.images,
@@ -196,8 +203,9 @@ class ServeEngine:
         self.check_room(joined=joined)
         seq = ServedSequence(self.m, prompt, given, serving, on_update, self.max_length, after)
         seq.after, needed = after, len(seq.prompt) + seq.most
-        check_fits(self.pool, needed, ALL)
-        check_fits(self.pool, seq.sources, None)
+        if self.pool is not None:
+            check_fits(self.pool, needed, ALL)
+            check_fits(self.pool, seq.sources, None)
         if adapter := seq.serving.adapter:
             seq.adapter = self.adapters.get(adapter)
             if seq.adapter is None:
@@ -239,7 +247,7 @@ class ServeEngine:
 
     def load_adapter(self, name: str, updates: Updates, replace: bool = False) -> None:
         """Let requests name an adapter from now on."""
-        refuse(self.model_runner is None, "a model of speech takes no adapters")
+        refuse(self.model_runner is None, "models of speech and diffusion models are served without adapters")
         assert self.model_runner is not None
         adapter = self.model_runner.adapted.make(name, updates)
         with self._wake:
@@ -280,6 +288,34 @@ class ServeEngine:
         for seq in [*self.running, *self.waiting]:
             if (reason := seq.ends.reason()) is not None:
                 self._end(seq, reason)
+        if self.denoises:
+            self._denoise()
+        else:
+            self._generate()
+        self.pooling.step()
+        self.stats.steps += 1
+        self.moved = time.monotonic()
+
+    def _denoise(self) -> None:
+        """Take every request of a diffusion model one denoising step further, each by itself."""
+        while self.waiting and len(self.running) < self.limits.running:
+            seq = self.waiting.popleft()
+            self.running.append(seq)
+            seq.placed, seq.times.begun = True, time.monotonic()
+            self.stats.prompt_tokens += len(seq.prompt)
+        for seq in [*self.running]:
+            before = len(seq.ids)
+            try:
+                goes_on = next(seq.denoising, None) is not None
+            except Exception as error:
+                self._end(seq, "error", error)
+                continue
+            self.stats.new_tokens += len(seq.ids) - before
+            if not goes_on:
+                self._end(seq)
+
+    def _generate(self) -> None:
+        """Run a step of chunks: of prompts, and of the last tokens."""
         plan: Plan = []
         self._plan(plan)
         plain = self.speculation.is_plain(plan)
@@ -291,9 +327,6 @@ class ServeEngine:
         self._guarded([chunk for chunk in plan if chunk not in alone])
         if plain:
             self.speculation.price.keep(len(plan), time.thread_time() - before)
-        self.pooling.step()
-        self.stats.steps += 1
-        self.moved = time.monotonic()
 
     def _plan(self, plan: Plan) -> None:
         """Schedule this step: decoding sequences first, then prompts, in the order of arrival."""

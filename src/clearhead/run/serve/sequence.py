@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections import abc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.learn.tasks.results import Generation
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.decode import check_request
+from clearhead.run.generate.diffusion import Denoiser, Unmasked
 from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
 from clearhead.run.generate.sequence import (
     Drafter,
@@ -33,6 +34,7 @@ from clearhead.run.generate.sequence import (
 from clearhead.run.generate.stream import agreed
 from clearhead.run.serve.adapters import Adapter
 from clearhead.run.serve.kv_cache import Chunk, Group, Pool, PrefixKey, States, Table, chain
+from clearhead.variants.kinds import denoises
 
 OnUpdate = Callable[["ServedSequence", str], None]  # called with each new text that is final, and at the end
 
@@ -127,10 +129,18 @@ class ServedSequence(Sequence):
         self.pictured = self.prompts.vectors is not None
         self.sources = 0 if self.prompts.source is None else self.prompts.source.shape[1]
         check_length(len(self.prompts.ids[0]), self.sources, self.most, longest or m.max_length)
-        check_request(m.model, request, self.prompts, ends)
+        if not denoises(m.config):
+            check_request(m.model, request, self.prompts, ends)
         stream = partial(stream_of, m, request, self.prompts)
         self.sampler = Sampler(m.model, request, replace(ends, stream=stream))
         super().__init__(self.sampler, self.prompts)
+        self.denoising: Iterator[Unmasked] = iter(())  # of a diffusion model: its steps
+        if denoises(m.config):
+            refuse(
+                serving != ServeOptions(salt=serving.salt),
+                "a diffusion model is asked for texts alone: leave prompt_logprobs, inside and adapters out",
+            )
+            self.denoising = Denoiser(m.engine.runner(), request, self, m.mask_id).steps()
         self.times = Times()
         self.prompt_logprobs: list[float] = []
         self.prompt_alternatives: list[list[tuple[int, float]]] = []
@@ -295,6 +305,7 @@ class ServedSequence(Sequence):
         for table in self.tables.values():
             table.clear()
         self.vectors, self.prompts = None, replace(self.prompts, vectors=None)
+        self.denoising = iter(())
         self.states, self.adapter = {}, None  # the server remembers requests that have ended
         if self.drafts is not None and not self.drafts.read:  # else they are counted first
             self.drafts = None
