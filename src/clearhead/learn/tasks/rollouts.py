@@ -322,7 +322,8 @@ class Rollouts(FixedRows):
         uniform = torch.cat([roll[:count] for roll, count in zip(rolls, counts)])
         moved = batch.to(run.precision.device)
         with run.precision.autocast(), run.attention():
-            logprobs, rows = task.logprobs(run.runner, moved, run.plan.loss_chunk)
+            with torch.enable_grad():  # kernels of a GPU differ where no gradient is to come
+                logprobs, rows = (x.detach() for x in task.logprobs(run.runner, moved, run.plan.loss_chunk))
             head, chunk = run.model.head, run.plan.loss_chunk or len(rows)
             drawn = [
                 draw(distribution(wide(head(some, None)), self.request), rolled)
