@@ -125,7 +125,8 @@ def tiled_directory(folder: pathlib.Path) -> pathlib.Path:
     settings = transformers.Idefics3ImageProcessorPil(
         size={"longest_edge": 48}, max_image_size={"longest_edge": 16}
     )
-    marks = ("<fake_token_around_image>", "<global-img>", "<row_1_col_1>", "<row_1_col_2>")
+    tiles = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
+    marks = ("<fake_token_around_image>", "<global-img>", *tiles)
     fast = tokenizer(*marks, "<end_of_utterance>", "<image>")
     transformers.Idefics3Processor(settings, fast, image_seq_len=4, chat_template=TEMPLATE).save_pretrained(
         folder

@@ -290,7 +290,9 @@ def test_looking_inside_reads_the_image(
 
 
 @pytest.mark.slow
-def test_check_compares_images_too(folder: pathlib.Path) -> None:
-    rows = {row.name: row for row in ch.check(ch.load(folder), reference=True)}
+@pytest.mark.parametrize("kind", ["folder", "tiled"])
+def test_check_compares_images_too(kind: str, request: pytest.FixtureRequest) -> None:
+    m = ch.load(request.getfixturevalue(kind))
+    rows = {row.name: row for row in ch.check(m, reference=True)}
     assert all(row.passed for row in rows.values())
     assert {"image = transformers", "image tokens = transformers", "image: saved = loaded"} <= {*rows}

@@ -1,6 +1,7 @@
 """Directories of decoders that read images, read and written: each part as any model, and what joins them."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +14,6 @@ from clearhead.hub.fields import Json
 from clearhead.hub.files import read_json, read_json_if_any, refuse
 from clearhead.hub.registry import IMAGES
 from clearhead.hub.rules import matches
-from clearhead.hub.vision import Tower
 from clearhead.hub.vision_language import LLAVA, ImagesTable
 from clearhead.hub.weights import Outgoing, cast, finite, open_weights
 from clearhead.variants.images import ImageConfig, ImageEncoder
@@ -51,11 +51,11 @@ class JoinedImages(ImageEncoder):
         return self.table.processor(self.config, token)
 
     def saved(
-        self, model: Transformer, text: Description, dtype: torch.dtype | None = None
+        self, text: Description, decoder: Mapping[str, Outgoing], dtype: torch.dtype | None = None
     ) -> tuple[Json, dict[str, Outgoing]]:
         """Return config.json and tensors of a decoder, which alone is saved as `text`, with this encoder.
 
-        Sources are names of parameters: "text." those of the decoder, "image." those of the encoder.
+        Sources are names of parameters, those of the encoder behind "image.".
         """
         kept = self.theirs if self.theirs and self.table.read(self.theirs)[0] == text.config else None
         theirs = kept or self.table.write(text.theirs, text.config, self.config)
@@ -67,14 +67,9 @@ class JoinedImages(ImageEncoder):
         assert theirs is not None
         image = self.table.section(theirs, "image")
         tower = self.tower_description or Description(image, self.config.tower, image["model_type"])
-        tensors: dict[str, Outgoing] = {}
-        parts: tuple[tuple[Tower, Transformer, Description, str], ...] = (
-            ("text", model, text, "text."),
-            ("image", self.tower, tower, "image.tower."),
-        )
-        for name, part, description, ours in parts:
-            for bare, tensor in checkpoint.outgoing(part, description, dtype).items():
-                tensors[self.table.name_in_file(name, bare)] = _renamed(tensor, ours)
+        tensors = {self.table.name_in_file("text", bare): tensor for bare, tensor in decoder.items()}
+        for bare, tensor in checkpoint.outgoing(self.tower, tower, dtype).items():
+            tensors[self.table.name_in_file("image", bare)] = _renamed(tensor, "image.tower.")
         own = dict(self.named_parameters())
         for rule in matches(self.table.rules, own):
             tensor = checkpoint.outgoing_tensor(rule, own, self.config.tower, dtype)

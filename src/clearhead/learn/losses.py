@@ -102,12 +102,16 @@ def vocabulary_losses(head: heads.LanguageHead, hidden: Tensor, targets: Tensor,
 
 
 def arguments_for(model: transformer.Transformer, batch: Batch) -> dict[str, Tensor]:
-    """Return the model's inputs of a batch; token types are left out where the model has none."""
-    return {
+    """Return the model's inputs of a batch, with its images; no token types where the model has none."""
+    arguments = {
         name: value
         for name, value in batch.arguments().items()
         if name != "types" or model.config.n_types > 1
     }
+    if batch.vectors is not None:
+        embedded = model.main.embedding.front(batch.ids)
+        arguments["vectors"] = torch.where(batch.vectors.isnan(), embedded, batch.vectors.to(embedded))
+    return arguments
 
 
 def batch_loss(

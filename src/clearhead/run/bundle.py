@@ -459,9 +459,9 @@ class Bundle:
                 parameters, theirs = dict(self.towers.named_parameters()), self.towers.theirs
                 tensors = self.towers.outgoing(float_dtype(dtype))
             elif self.image_encoder is not None:
-                whole = nn.ModuleDict({"text": self.model, "image": self.image_encoder})
-                parameters = dict(whole.named_parameters())
-                theirs, tensors = self.image_encoder.saved(self.model, described, float_dtype(dtype))
+                parameters |= dict(self.image_encoder.named_parameters("image"))
+                own = checkpoint.outgoing(self.model, described, float_dtype(dtype))
+                theirs, tensors = self.image_encoder.saved(described, own, float_dtype(dtype))
             else:
                 tensors = checkpoint.outgoing(self.model, described, float_dtype(dtype))
                 tensors |= outgoing_codes(self.model)

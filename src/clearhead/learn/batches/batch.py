@@ -45,6 +45,7 @@ class Batch:
     types: Tensor | None = None  # B T, which of two texts each token belongs to
     # Log-probabilities under the model before training: B 2, of pairs of answers; B T, of sampled tokens
     reference: Tensor | None = None
+    vectors: Tensor | None = None  # B T D of images; NaN where the token table's stand
     sampled: Tensor | None = None  # B T, log-probabilities of sampled tokens when they were sampled
     advantages: Tensor | None = None  # B, of sampled answers; in validation their rewards
     scores: Tensor | None = None  # B, of texts to be embedded: how alike they are
@@ -125,7 +126,7 @@ class Batch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what a step reads, by name: what the model takes, and what the loss does."""
-        names = ("targets", "reference", "sampled", "advantages", "scores", "noise")
+        names = ("targets", "reference", "vectors", "sampled", "advantages", "scores", "noise")
         others = {name: getattr(self, name) for name in names}
         return {**self.arguments(), **{name: tensor for name, tensor in others.items() if tensor is not None}}
 

@@ -57,8 +57,14 @@ def ids_of(m: Bundle, prompt: Any) -> list[int]:
 
 def expanded(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> list[int]:
     """Return ids in which each image has all of its tokens; they may have them already."""
+    return [each for own in spread(m, ids, images) for each in own]
+
+
+def spread(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> list[list[int]]:
+    """Return the ids that each id becomes: an image token those of its image, unless they are there."""
+    single = [[each] for each in ids]
     if m.image_encoder is None:
-        return list(ids)
+        return single
     token, count = m.image_encoder.config.token_id, m.image_encoder.config.count
     grids = [grid_of(m, image) for image in images]
     takes = [count * (rows * columns + 1) for rows, columns in grids]
@@ -70,15 +76,13 @@ def expanded(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> list[int]:
         f"once for each image, or {' + '.join(map(str, takes)) or 0} times",
     )
     if whole and len(places) != len(images):
-        return list(ids)
-    result, end = list[int](), 0
+        return single
     for place, grid in zip(places, grids):
         tokens = _tokens_of(m, grid)
-        before = tokens.index(token)
-        marked = list(ids[place - before : place - before + len(tokens)]) == tokens  # all is there
-        result += [*ids[end:place], *([token] if marked else tokens)]
-        end = place + 1
-    return [*result, *ids[end:]]
+        start = place - tokens.index(token)
+        if list(ids[max(0, start) : start + len(tokens)]) != tokens:  # else all is there
+            single[place] = tokens
+    return single
 
 
 def grid_of(m: Bundle, image: Any) -> tuple[int, int]:

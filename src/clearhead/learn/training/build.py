@@ -20,6 +20,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, hints_of, nearest, refuse, shaped
 from clearhead.hub.checkpoint import Description, describe, exported
 from clearhead.hub.gguf import is_gguf
+from clearhead.hub.images import has_images
 from clearhead.hub.tokens.training import begin_texts
 from clearhead.hub.towers import has_towers
 from clearhead.learn.batches.encoding import Encoder
@@ -66,12 +67,18 @@ def _folder(base: str) -> Path:
     return Path(base)
 
 
+def _decoder(recipe: Recipe) -> Path:
+    """Return what [model] base names; of a model that is trained on images, its decoder."""
+    folder = _folder(str(recipe.model[BASE]))
+    return folder / "text" if recipe.data.task == "describe" and has_images(folder) else folder
+
+
 def sized(recipe: Recipe) -> Recipe:
     """Return the recipe with pictures brought to the size that its base reads, where it names none."""
     base = recipe.model.get(BASE)
     if base is None or base in NAMED or recipe.data.image_size is not None or has_towers(Path(base)):
         return recipe
-    height, width = describe(_folder(base)).config.image_size or (0, 1)
+    height, width = describe(_decoder(recipe)).config.image_size or (0, 1)
     return recipe.replace("data", image_size=height) if height == width else recipe
 
 
@@ -86,7 +93,7 @@ def expected_config(recipe: Recipe) -> ModelConfig:
     if base is None:
         start = task_named(recipe.data.task or "lm").usual.config(large=True)
     else:
-        start = preset(base) if base in PRESETS else describe(_folder(base)).config
+        start = preset(base) if base in PRESETS else describe(_decoder(recipe)).config
     return _config(start, {"vocab_size": recipe.tokens.vocab_size, **chosen}, chosen)
 
 

@@ -183,9 +183,11 @@ def _check(folder: Path, overwrite: bool, needed: Iterable[Path]) -> None:
 def leave_adapter(run: TrainingRun, chosen: Model, checkpoint: Path) -> None:
     """Write the low-rank updates of a checkpoint as PEFT's adapter of the run's base model.
 
-    A head that was trained along is no part of an adapter: a run that has one leaves the merged model alone.
+    A head that was trained along is no part of an adapter: a run that has one leaves the merged model alone,
+    and so does one of a model that reads images.
     """
-    if not run.plan.lora or chosen.config.head != "lm" or not any(checkpoint.glob(f"{TENSORS}*")):
+    joined = chosen.image_encoder is not None
+    if not run.plan.lora or joined or chosen.config.head != "lm" or not any(checkpoint.glob(f"{TENSORS}*")):
         return
     stored = open_tensors(checkpoint, TENSORS)
     prefix = "ema/" if run.ema is not None else "weights/"

@@ -78,6 +78,7 @@ class Snapshot:
     tensors: Mapping[str, Outgoing]  # the model's, as they are written
     parts: Mapping[str, Part]  # of the model's parameters and of what belongs to them, by name
     state: State
+    theirs: Mapping[str, Any] | None = None  # config.json, where it is not that of the model alone
 
 
 def snapshot(
@@ -89,9 +90,13 @@ def snapshot(
     """
     described = loaded.described()
     named = dict(usable.named_parameters()) | dict(tensors)  # whose names have a / and are others
-    parts = {name: part_of(tensor) for name, tensor in named.items()}
     tensors_of = merged_tensors(empty, described) if loaded.towers is None else loaded.towers.outgoing()
-    return Snapshot(loaded, described, tensors_of, parts, copy.deepcopy(state))
+    theirs = None
+    if loaded.image_encoder is not None:
+        named |= dict(loaded.image_encoder.named_parameters("image"))
+        theirs, tensors_of = loaded.image_encoder.saved(described, tensors_of)
+    parts = {name: part_of(tensor) for name, tensor in named.items()}
+    return Snapshot(loaded, described, tensors_of, parts, copy.deepcopy(state), theirs)
 
 
 def save_checkpoint(folder: Path, taken: Snapshot, group: ProcessGroup | None = None) -> Path:
@@ -115,7 +120,7 @@ def save_checkpoint(folder: Path, taken: Snapshot, group: ProcessGroup | None = 
             raise error
         _write(work, taken, exchange)
         if exchange.rank == 0:
-            taken.settings.write_settings(work, taken.described, taken.tensors)
+            taken.settings.write_settings(work, taken.described, taken.tensors, taken.theirs)
             (work / COUNTERS).write_text(json.dumps(asdict(taken.state), indent=1))
     if exchange.rank == 0:
         point(folder, LAST, taken.state.step)
