@@ -36,6 +36,7 @@ CASES = {
     "gpu_embed": "gpu_steps:run_gpu_embed",
     "gpu_train": "gpu_train:run_gpu_train",
     "gpu_float8": "gpu_train:run_gpu_float8",
+    "gpu_ladder": "gpu_ladder:main",
     "gpu_parallel": "gpu_parallel:main",
     "gpu_gradients": "gpu_equality:run_gpu_gradients",
     "flex": "gpu_equality:run_flex",

@@ -9,7 +9,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
@@ -17,7 +17,7 @@ from clearhead.learn.recipe import Settings
 from clearhead.learn.training.events import Event, Stepped, Validated
 from clearhead.learn.training.run import train
 
-BASELINE = "baseline"
+BASELINE, EVERYTHING = "baseline", "everything"
 STEPS, CHECKS = 150, 10  # of a trial; validations in it
 SIZES = {
     "small": {"model.d_model": 64, "model.n_layers": 2},
@@ -46,12 +46,31 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "ReLU²": {"model.activation": "relu2"},
     "zero-initialised outputs": {"model.zero_init": True},
     "gate of each head": {"model.head_gate": 12},
+    "value residual": {"model.value_residual": True},
+    "value embeddings": {"model.value_embeddings": (0, 1)},
+    "skips of the input": {"model.input_skips": True},
+    "mirrored skips": {"model.mirror_skips": True},
     "soft-capped logits": {"model.logit_softcap": 15.0},
     "z-loss": {"train.z_loss": 1e-4},
     "later tokens as targets": {"train.future_tokens": (0.5, 0.25)},
     "warm-up then stable then decay": {"train.schedule": "wsd"},
     "windows that widen": {"train.window_schedule": (16, 32)},
     "batches that grow": {"train.accumulate_schedule": (1, 2)},
+    EVERYTHING: {
+        "model.positions": "rope",
+        "model.norm": "rmsnorm",
+        "model.bias": False,
+        "model.qk_norm": "head",
+        "model.activation": "relu2",
+        "model.zero_init": True,
+        "model.value_residual": True,
+        "model.value_embeddings": (0, 1),
+        "model.input_skips": True,
+        "model.mirror_skips": True,
+        "model.logit_softcap": 15.0,
+        **NORMUON,
+        "train.cautious_decay": True,
+    },
 }
 
 
@@ -118,10 +137,12 @@ def with_shares(trials: Mapping[str, Sequence[Numbers]]) -> dict[str, list[Numbe
     return told
 
 
-def shares_of(numbers: Numbers, plain: Numbers) -> list[tuple[str, float]]:
+def shares_of(
+    numbers: Numbers, plain: Numbers, sizes: Iterable[str] = tuple(SIZES)
+) -> list[tuple[str, float]]:
     """Return the shares of a trial by name."""
     shares = []
-    for size in SIZES:
+    for size in sizes:
         equal = max(numbers[f"{size} loss"], plain[f"{size} loss"])
         for what in ("tokens", "time"):
             name = f"{size} over {what}"
