@@ -333,28 +333,31 @@ def run_speculate() -> None:
 
 
 def run_mtp() -> None:
-    """Train a character GPT with one MTP layer on the CPU, then let the layer draft for its own model.
+    """Train a character GPT with one MTP layer, then let the layer draft for its own model.
 
     Greedy texts are timed in turn with plain decoding, whose tokens they have. The runs of the model and the
     share of draft tokens that were accepted are of texts drawn at temperature 0.8.
 
-    python benchmarks/run.py mtp [--steps 2000] [--new 120] [--texts 10] [--rounds 3] [--threads 1] [--save]
+    python benchmarks/run.py mtp [--text tinyshakespeare.txt] [--device cuda] [--steps 2000] [--new 120]
+        [--texts 10] [--rounds 3] [--threads 1] [--save]
     """
     parser = argparse.ArgumentParser()
     numbers = {"steps": 2000, "new": 120, "texts": 10, "rounds": 3, "threads": 1}
     for name, usual in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--text", default="stdlib-docs")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     settings = {"model.n_mtp_layers": 1, "train.mtp_weight": 0.3, "train.steps": options.steps}
-    settings |= {"train.samples": 0, "train.device": "cpu", "train.threads": options.threads}
+    settings |= {"train.samples": 0, "train.device": options.device, "train.threads": options.threads}
     # Rotary positions and a longer context than the recipe's, so that no text has to slide.
     settings |= {"model.positions": "rope", "model.max_positions": 256, "data.batch_size": 4}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
-        trained = ch.train("stdlib-docs", recipe="char-gpt-cpu", out=out, settings=settings)
-    m, results = trained.model, []
+        trained = ch.train(options.text, recipe="char-gpt-cpu", out=out, settings=settings)
+    m, results = trained.model.to(options.device), []
     m.special.pop("eos", None)
     prompt = m.encode(["Return the "])[0]
     for count in (1, 2, 4):
@@ -367,9 +370,10 @@ def run_mtp() -> None:
         tokens, runs = sum(len(text.ids) for text in drawn), sum(text.steps for text in drawn)
         shares = {"accepted": (tokens - runs) / (runs * count), "runs_a_token": runs / tokens}
         print("  " + ", ".join(f"{name} {share:.3f}" for name, share in shares.items()))
-        results.append({**row, **shares, "loss": trained.metrics["loss"], "steps": options.steps})
+        loss = {"loss": trained.metrics["loss"], "steps": options.steps, "text": Path(options.text).name}
+        results.append({**row, **shares, **loss})
     if options.save:
-        save("mtp", results)
+        save(f"mtp_{options.device}", results)
 
 
 # long -----------------------------------------------------------------------------------------------------

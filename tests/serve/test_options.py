@@ -70,6 +70,35 @@ def test_a_draft_model_draws_with_the_numbers_that_the_model_draws_with(every_gu
     assert f'num_draft_tokens_total{{model_name="m"}} {engine.stats.drafted}\n' in page
 
 
+@pytest.mark.parametrize("rows", [True, False])
+def test_the_models_own_mtp_layers_change_no_token(rows, every_guess_pays, byte_tokenizer):
+    """Greedy, sampled, constrained, after a shared prefix and preemptions; drafts as generate has them."""
+    m = mixes.model("rope-gqa", byte_tokenizer, n_mtp_layers=2)
+    for name, weight in m.model.named_parameters():
+        if ".out." in name or ".down." in name:  # blocks say little, and both see the last token alone:
+            weight.data *= 0.1
+        elif name.endswith("project.weight"):  # most drafts are right
+            weight.data = torch.eye(len(weight)).repeat(1, 2) * torch.tensor([1.0, 0.1]).repeat_interleave(
+                len(weight)
+            )
+    engine = ServeEngine(m, Limits(block=8, rows=rows, cache_tokens=160), draft="mtp")
+    asked = [
+        (PROMPT, {"max_new_tokens": 60}),
+        (PROMPT[:24] + [7, 8], {"max_new_tokens": 50, "temperature": 1.0, "seed": 3}),
+        (PROMPT, {"max_new_tokens": 25, "regex": "(ab|cd)+x"}),
+    ]
+    seqs = [engine.submit(*one) for one in asked]
+    found = served(engine, *seqs)
+    assert [one.ids for one in found] == [m.generate(ids, **options).ids for ids, options in asked]
+    assert engine.stats.drafted > 0 and engine.stats.preempted > 0
+    alone = ServeEngine(m, Limits(block=8, rows=rows), draft="mtp")
+    seq = served(alone, alone.submit(PROMPT, {"max_new_tokens": 60}))[0]
+    drafted = m.generate(PROMPT, 60, draft="mtp")
+    assert (seq.ids, seq.steps) == (drafted.ids, drafted.steps) and seq.steps < 50
+    with pytest.raises(InputError, match='draft "mtp" is for a model with MTP layers'):
+        ServeEngine(mixes.model("rope-gqa", byte_tokenizer), draft="mtp")
+
+
 def test_a_constraint_holds_with_a_draft_model(every_guess_pays, byte_tokenizer):
     m = mixes.model("rope-gqa", byte_tokenizer)
     engine, shared = ServeEngine(m, Limits(block=8), draft=m), {"regex": "(ab|cd)+x", "max_new_tokens": 25}

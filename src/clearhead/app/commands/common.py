@@ -273,6 +273,11 @@ def read_config(name: str) -> ch.ModelConfig:
     return ch.PRESETS[name]
 
 
+def is_own(draft: Path) -> bool:
+    """Return whether --draft names the model's own MTP layers, and no folder."""
+    return draft == Path("mtp") and not draft.exists()
+
+
 def load_model(
     folder: Path,
     tokenizer: Path | None = None,

@@ -11,13 +11,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from clearhead.app.commands.common import Folder, check_inputs, load_model, print_notes
+from clearhead.app.commands.common import Folder, check_inputs, is_own, load_model, print_notes
 from clearhead.app.commands.retrieve import Passages, Retrieve
 from clearhead.app.views import Repeated
 from clearhead.errors import InputError, MissingExtraError, refuse
 from clearhead.learn.parallel import first_here, started
 
 if TYPE_CHECKING:
+    from clearhead.run.api import Model
     from clearhead.run.serve.engine import ServeEngine
     from clearhead.run.serve.processes import Processes
 
@@ -84,9 +85,9 @@ def serve(
             float32; slower on a CPU
         exact: logits with the same bits whoever shares the batch; slower for one text alone
         lookup: draft tokens looked up in the text itself, where it pays; 0: none; default: 8, on a GPU 0
-        draft (DIR): a smaller model with the first one's vocabulary, which proposes draft tokens; the answers
-            stay the same
-        draft_tokens: tokens that the draft model proposes at a time, where it pays
+        draft (DIR|mtp): a smaller model with the first one's vocabulary, which proposes draft tokens, or the
+            first model's own MTP layers; the answers stay the same
+        draft_tokens: tokens that the draft proposes at a time, where it pays
         drain: seconds that running requests get when the server is told to end
         page: show the page at / also where others reach the server: they see all requests
         log_prompts: write what is asked to stderr, a line each; else nothing of it is written anywhere
@@ -110,7 +111,8 @@ def serve(
     given = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
     updates = dict(tuned := [_named(stated, "adapter") for stated in adapter])
     folders, names = dict(given), [name for name, _ in (*given, *tuned)]
-    for folder in (*folders.values(), *updates.values(), *([] if draft is None else [draft])):
+    smaller = [] if draft is None or is_own(draft) else [draft]
+    for folder in (*folders.values(), *updates.values(), *smaller):
         check_inputs(folder)
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice is not None, f"two models are called {twice}: give one another name")
@@ -211,6 +213,8 @@ def batch(
     step_tokens: int = 512,
     max_running: int = 64,
     cache_tokens: int | None = None,
+    draft: Path | None = None,
+    draft_tokens: int = 4,
     ray: int = 0,
     device: str = "auto",
     dtype: str | None = None,
@@ -223,6 +227,9 @@ def batch(
     Args:
         requests (IN.jsonl): requests, one JSON object on a line
         answers (OUT.jsonl): where answers are added, a line each
+        draft (DIR|mtp): a smaller model with the same vocabulary, which proposes draft tokens, or the model's
+            own MTP layers; the answers stay the same
+        draft_tokens: tokens that the draft proposes at a time, where it pays
         ray: engines to run as actors of Ray, on the cluster that RAY_ADDRESS names or here; 0: none
 
     For example:
@@ -232,20 +239,29 @@ def batch(
     check_inputs(folder)
     refuse(not requests.is_file(), f"{requests} is not a file: name one with a request on each line")
     refuse(ray < 0, f"--ray {ray} is no number of engines: give 1 or more, or 0 for none")
+    refuse(
+        ray and draft is not None, "--draft with --ray: its engines draft from the text alone: leave one out"
+    )
+    if draft is not None and not is_own(draft):
+        check_inputs(draft)
     try:
         from clearhead.run.serve.batch import check_files, model_fingerprint, run_batch, run_on_ray
     except ImportError:
         raise MissingExtraError("batch needs FastAPI: pip install 'clearhead[serve]'") from None
     from clearhead.run.serve.limits import Limits
 
-    limits = Limits(step_tokens, max_running, sys.maxsize, sys.maxsize, cache_tokens=cache_tokens)
+    limits = Limits(
+        *(step_tokens, max_running, sys.maxsize, sys.maxsize),
+        cache_tokens=cache_tokens,
+        draft_tokens=draft_tokens,
+    )
     check_files(requests, answers)  # before a model is loaded
     model = model_fingerprint(folder, dtype)
     if ray:
         options = {"device": device, **({} if dtype is None else {"dtype": dtype})}
         written = run_on_ray(folder, limits, options, requests, answers, ray, model)
     else:
-        engine = _engine(folder, limits, device, dtype)
+        engine = _engine(folder, limits, device, dtype, draft=draft)
         written = run_batch(engine, folder.resolve().name, requests, answers, model)
     count = sum(1 for _ in written)
     print_notes([f"{count} answers added to {answers}"])
@@ -281,7 +297,9 @@ def _engine(
     split = None if processes is None else {"tensor": processes.world.size}
     m = load_model(folder, tokenizer, device, dtype, parallel=split)
     updates = {name: open_adapter(m, name, where) for name, where in (adapters or {}).items()}
-    smaller = None if draft is None else load_model(draft, device=device, dtype=dtype)
+    smaller: Model | str | None = None
+    if draft is not None:
+        smaller = "mtp" if is_own(draft) else load_model(draft, device=device, dtype=dtype)
     return ServeEngine(m, limits, updates, smaller, processes)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import arg
 
-from clearhead.app.commands.common import Folder, TokenIds, option, warnings_as_notes
+from clearhead.app.commands.common import Folder, TokenIds, is_own, option, warnings_as_notes
 from clearhead.app.commands.requests import GroupedRequest
 from clearhead.app.commands.retrieve import Passages, Retrieve, cite, reader
 from clearhead.app.commands.texts import USUAL, Options, Text, together
@@ -66,7 +66,7 @@ def generate(
         model = options.load(folder, parallel)
         from clearhead.learn.tasks import generation
 
-        own = draft == Path("mtp") and not draft.exists()
+        own = draft is not None and is_own(draft)
         hooks = generation.Hooks(
             (lambda number, new: print(new, end="", flush=True)) if live else None,
             draft="mtp" if own else None if draft is None else options.load(draft),

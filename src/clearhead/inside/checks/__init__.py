@@ -10,6 +10,7 @@ its dtype.
     rows         kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler;
                  accumulated gradients, resumed runs
     diffusion    blocks of a diffusion language model: their cache, blocks of 1 = autoregressive, the loss
+    mtp          drafts of MTP layers change no token; their loss is a loop's
     effects      contributions, scores and graphs add up; circuits of all edges and of none, one edge by hand,
                  integrated gradients; a dictionary computes its formula, and with its error changes nothing
 """
@@ -24,6 +25,7 @@ from clearhead.errors import refuse
 from clearhead.inside.checks.diffusion import diffusion_rows
 from clearhead.inside.checks.effects import edge_rows, effects_rows, feature_rows
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
+from clearhead.inside.checks.mtp import mtp_rows
 from clearhead.inside.checks.rows import (
     LARGE,
     TOLERANCE,
@@ -93,6 +95,7 @@ def checks_for(model: Transformer, compile: bool = False) -> list[Comparison]:
         *formula_rows(inputs),
         *forward_rows(inputs),
         *diffusion_rows(inputs),
+        *mtp_rows(inputs),
         *training_rows(inputs),
         *inside_rows(inputs, compile),
         *effects_rows(inputs),

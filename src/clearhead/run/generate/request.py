@@ -303,7 +303,7 @@ class Request:
         FROM_0, http="lookup",
     )
     draft_tokens: int = option(
-        4, "tokens that the --draft model proposes at a time", "speculative", FROM_1, http="draft_tokens"
+        4, "tokens that --draft proposes at a time", "speculative", FROM_1, http="draft_tokens"
     )
     compile: bool | None = option(
         None, "torch.compile the decode step; default: only capture a CUDA graph, on a GPU", "speed",

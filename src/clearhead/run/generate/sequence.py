@@ -498,6 +498,10 @@ class Drafter:
     def observe(self, start: int, states: Tensor) -> None:
         """See the states [1, N, D] that the model gave tokens from position `start` on."""
 
+    def unread(self, tokens: list[int]) -> list[int]:
+        """Return those tokens that it has to read before it drafts; none, where it runs no model."""
+        return []
+
 
 def accept(p: Tensor, q: Tensor, drafted: Tensor, uniform: Tensor, spare: Tensor) -> tuple[Tensor, Tensor]:
     """Return tokens drawn from p, made of draft tokens drawn from q, and which of these were accepted.

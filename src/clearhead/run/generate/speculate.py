@@ -24,7 +24,7 @@ from clearhead.core.masks import tokens_from
 from clearhead.core.stack import Inputs
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.run.generate.decode import prefill
+from clearhead.run.generate.decode import PREFILL_CHUNK, prefill
 from clearhead.run.generate.request import FILTERS, Request
 from clearhead.run.generate.sequence import (
     Drafter,
@@ -121,7 +121,7 @@ class DraftModel(Drafter):
         return draws.proposal
 
     def unread(self, tokens: list[int]) -> list[int]:
-        """Return those tokens that this model has not read."""
+        """See `Drafter`."""
         return tokens[self.cache.length :]
 
 
@@ -140,13 +140,24 @@ class MTPDrafter(Drafter):
         self.model, self.count, self.draws = model, count, Draws(sampling)
         self.layers, self.caches = list(model.mtp), [Cache() for _ in model.mtp]
         self.start: int | None = None  # the first token whose state is here: those of a kept prefix are not
+        self.observed: list[tuple[int, Tensor]] = []  # states since the last proposal, and where they begin
         self.states = [torch.empty(0)] * len(self.layers)  # that a layer has not read next to known tokens
 
     def observe(self, start: int, states: Tensor) -> None:
         """Take the states [1, N, D] of tokens from position `start` on, in place of those from there on."""
         if self.start is None:
             self.start, self.states = start, [states[:, :0]] * len(self.layers)
-        self._keep(0, start - self.start, states)
+        start -= self.start
+        while self.observed and self.observed[-1][0] >= start:
+            self.observed.pop()
+        if self.observed:
+            first, before = self.observed[-1]
+            self.observed[-1] = (first, before[:, : start - first])
+        self.observed.append((start, states))
+
+    def unread(self, tokens: list[int]) -> list[int]:
+        """See `Drafter`."""
+        return tokens[(self.start or 0) + self.caches[0].length + 1 :]
 
     def _keep(self, layer: int, start: int, states: Tensor) -> None:
         read = self.caches[layer].length
@@ -155,6 +166,9 @@ class MTPDrafter(Drafter):
 
     def propose(self, tokens: list[int], most: int, roll: Roll) -> Proposal:
         """See `Drafter`; the states of all tokens but the last one were observed."""
+        if self.observed:
+            self._keep(0, self.observed[0][0], torch.cat([states for _, states in self.observed], 1))
+            self.observed.clear()
         ids, draws = tokens[self.start :], Draws(self.draws.sampling)
         last, count = len(ids) - 1, min(self.count, most)
         if self.start is None or last < 1 or count < 1:
@@ -177,9 +191,11 @@ class MTPDrafter(Drafter):
 
     def _run(self, layer: int, hidden: Tensor, ids: list[int]) -> Tensor:
         """Run a layer on states [1, N, D], with a later token for each -> [1, N, D]."""
-        cache, later = self.caches[layer], torch.tensor([ids], device=hidden.device)
-        tokens = tokens_from(1, len(ids), later.device, before=cache.tokens)
-        return states_after(self.model, self.layers[layer], hidden, Inputs(later), tokens, cache)
+        cache, later, found = self.caches[layer], torch.tensor([ids], device=hidden.device), []
+        for states, some in zip(*(torch.split(x, PREFILL_CHUNK, 1) for x in (hidden, later))):
+            tokens = tokens_from(1, some.shape[1], some.device, before=cache.tokens)
+            found.append(states_after(self.model, self.layers[layer], states, Inputs(some), tokens, cache))
+        return torch.cat(found, 1)
 
 
 def check_draft(model: Transformer, draft: Transformer) -> None:

@@ -5,7 +5,7 @@ budget leaves (chunked prefill). A sequence waits until the pool has room for it
 the latest one is preempted: it gives its blocks back and later computes its tokens anew. Pooling requests,
 such as embeddings, wait in a queue of their own and alternate with the steps.
 
-Draft tokens, found in a sequence's own text or proposed by a draft model, are further rows of a step, so
+Draft tokens, found in a sequence's own text or proposed by a model, are further rows of a step, so
 attention sees the shapes that it sees without them. A token is chosen at each row as it always would be, and
 the rows after a rejected draft token are left out: the tokens are those of plain decoding. Whether a draft
 token is verified at all depends on how often those of this sequence were right, also those that were not
@@ -62,11 +62,12 @@ class ServeEngine:
         m: Model,
         limits: Limits | None = None,
         adapters: Mapping[str, Updates] | None = None,
-        draft: Bundle | None = None,
+        draft: Bundle | str | None = None,
         processes: Processes | None = None,
     ) -> None:
         """Serve a model; `draft` is a smaller one with the same vocabulary, which proposes draft tokens.
 
+        With draft "mtp", the model's own MTP layers propose them.
         `processes`: those that the model is split over; each builds this engine, and the first steps.
         """
         self.m, self.limits, self.stats = m, limits or Limits(), ServeStats()
@@ -105,7 +106,6 @@ class ServeEngine:
         self.generates = causal and m.config.head == "lm" and not self.hears
         # A layer that keeps a state has nothing that a later prompt could take up.
         self.shares = spec.causal and self.generates and not any(kind.stateful for kind in spec.kinds)
-        self.speculation = Speculation(m, self.limits, draft)
         self.pool = None
         refuse(
             draft is not None and not self.generates,
@@ -115,6 +115,10 @@ class ServeEngine:
             self.denoises and (draft is not None or adapters or self.split),
             "a diffusion model is served on one device: leave out draft models, adapters and torchrun",
         )
+        own = None if self.model_runner is None else self.model_runner.runner
+        self.speculation = Speculation(m, self.limits, draft, own)
+        if self.model_runner is not None:
+            self.model_runner.observe = self.speculation.observe
         if self.generates and not self.denoises:
             check_served(m.model, self.max_length)
             heads, length = kv_heads_here(m.model) if self.split else None, m.config.max_positions

@@ -448,6 +448,8 @@ class ModelRunner:
         self.runner = ragged(model, limits.exact)
         self.head: Callable[[Tensor, None], Tensor] = self.runner.head
         self.adapted = AdaptedLayers(self.runner, model)
+        # Told of each chunk and its states [N, D].
+        self.observe: Callable[[Chunk[ServedSequence], Tensor], None] = lambda chunk, states: None
         for part in self.runner.modules():
             if isinstance(part, RaggedRecurrent):
                 part.adapted = self.adapted
@@ -471,8 +473,9 @@ class ModelRunner:
             hidden = self.decode_runner(pool, rows, tokens, sources)  # B D
             few = len(rows) <= self.decode_runner.head_rows
             logits = (self.decode_runner.model.head if few else self.head)(hidden[:, None], None)[:, 0]
-            for chunk, row in zip(rows, logits):
+            for chunk, row, state in zip(rows, logits, hidden):
                 chunk.seq.keep_prompt(row[None], chunk.start)
+                self.observe(chunk, state[None])
             last = [number for number, chunk in enumerate(rows) if _ends_text(chunk)]
             yield rows, [rows[number] for number in last], logits[last]
 
@@ -514,6 +517,7 @@ class ModelRunner:
             ).hidden[0]  # T D
         for chunk in plan:
             seq = chunk.seq
+            self.observe(chunk, hidden[chunk.span])
             if seq.serving.prompt_logprobs is not None and chunk.start < len(seq.prompt):
                 seq.keep_prompt(self.head(hidden[None, chunk.span], None)[0], chunk.start)
         last = [chunk for chunk in plan if _ends_text(chunk)]

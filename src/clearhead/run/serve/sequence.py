@@ -153,7 +153,6 @@ class ServedSequence(Sequence):
         self.cached = 0  # tokens of the prompt that were found in the pool
         self.preempted = 0  # how often
         self.placed = False  # whether it is among those that run
-        self.drafts: DraftTokens | None = None  # once there were any
         bounds = [options[name] for name in ("lookup", "draft_tokens") if options.get(name) is not None]
         self.most_drafts = min(bounds, default=None)  # draft tokens of a step; None: the engine decides
         self.tables: dict[Group, Table] = {}
@@ -164,6 +163,7 @@ class ServedSequence(Sequence):
         """Forget what was read, and give back the room for it."""
         for table in self.tables.values():
             table.clear()
+        self.drafts: DraftTokens | None = None  # once there were any
         self.read = self.planned = 0  # tokens whose keys are there; with those of the step in progress
         self.states: States = {}
         self.encoded = not self.sources

@@ -1,15 +1,17 @@
 """The draft tokens of an engine: for which sequences, how many, and what they have cost.
 
-They come from a sequence's own text, or from a draft model that runs next to the engine's. Neither changes a
-token: the model chooses each as it always would, by the sequence's own seed, and goes on for as long as it
-chooses the draft tokens. A draft model draws with the numbers that the model itself will draw with, so that
-two like distributions mostly give the same token.
+They come from a sequence's own text, from a draft model that runs next to the engine's, or from the model's
+own MTP layers, which read the states that its steps compute. None changes a token: the model chooses each as
+it always would, by the sequence's own seed, and goes on for as long as it chooses the draft tokens. What
+drafts by a distribution draws with the numbers that the model itself will draw with, so that two like
+distributions mostly give the same token.
 """
 
 import time
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
@@ -19,6 +21,7 @@ from clearhead.run.generate.decode import check_steps_back, steps_back
 from clearhead.run.generate.sequence import Drafter
 from clearhead.run.generate.speculate import (
     DraftModel,
+    MTPDrafter,
     drafters_for,
 )
 from clearhead.run.kernels.prepare import prepared
@@ -67,18 +70,25 @@ class RowPrice:
 class Speculation:
     """The draft tokens of an engine."""
 
-    def __init__(self, m: Bundle, limits: Limits, draft: Bundle | None = None) -> None:
-        """`draft`: a smaller model with the same vocabulary; None: the text itself is looked into."""
+    def __init__(
+        self, m: Bundle, limits: Limits, draft: Bundle | str | None = None, own: Transformer | None = None
+    ) -> None:
+        """`draft`: a smaller model with the same vocabulary, or "mtp"; None: the text itself is looked into.
+
+        `own`: the inference model whose MTP layers draft.
+        """
         self.model, self.rows, self.price = m.model, min(limits.tokens, ROWS), RowPrice()
-        self.draft: Transformer | None = None  # its inference model
+        self.draft: Transformer | None = None  # the inference model that drafts
+        self.mtp = isinstance(draft, str)
         self.seconds, self.count = 0.0, 0.0  # that the latest of its draft tokens took, and their number
         # Tokens of a text that the draft model reads in a step: more than a step adds.
         self.chunk = max(LEAST_READ, limits.tokens // FEW) + limits.draft_tokens
         if draft is not None:
             refuse(limits.lookup, f"lookup {limits.lookup} with a draft model: both propose draft tokens")
             check_draft(m, draft)
-            check_steps_back(m.model, draft.model)
-            self.draft, self.most = prepared(draft.model), limits.draft_tokens
+            check_steps_back(m.model, *([] if isinstance(draft, str) else [draft.model]))
+            self.draft = own if isinstance(draft, str) else prepared(draft.model)
+            self.most = limits.draft_tokens
             return
         most = LOOKUP if limits.lookup is None else limits.lookup
         if limits.lookup is None and next(m.model.parameters()).is_cuda:
@@ -101,6 +111,16 @@ class Speculation:
                 drafts.read += 1
                 expected, chance = expected + chance, chance * drafts.share
 
+    def observe(self, chunk: Chunk[ServedSequence], states: Tensor) -> None:
+        """Let MTP layers see the states [N, D] of a chunk, which the next step may overwrite."""
+        if self.mtp and chunk.seq.most:
+            self._drafts_of(chunk.seq).drafter.observe(chunk.start, states[None].clone())
+
+    def _drafts_of(self, seq: ServedSequence) -> DraftTokens:
+        if seq.drafts is None:
+            seq.drafts = DraftTokens(self._drafter(seq), HOPE if self.draft else 0.0)
+        return seq.drafts
+
     @staticmethod
     def is_plain(plan: Plan) -> bool:
         """Return whether a step is decoding alone: the last token of each sequence."""
@@ -108,9 +128,7 @@ class Speculation:
 
     def _propose(self, seq: ServedSequence, rows: int, tokens: float) -> DraftTokens:
         """Propose tokens for a sequence of a step of `rows` rows, worth `tokens` tokens."""
-        if seq.drafts is None:
-            seq.drafts = DraftTokens(self._drafter(seq), HOPE if self.draft else 0.0)
-        drafts, most = seq.drafts, min(self.most, seq.most - len(seq.ids) - 1)
+        drafts, most = self._drafts_of(seq), min(self.most, seq.most - len(seq.ids) - 1)
         if seq.most_drafts is not None:
             most = min(most, seq.most_drafts)
         drafts.compare(seq.tokens)
@@ -138,7 +156,6 @@ class Speculation:
     @without_cudnn()  # which makes a plan for every new length
     def _draft(self, seq: ServedSequence, drafts: DraftTokens, count: int) -> None:
         """Let the draft model propose `count` tokens, and note what they cost."""
-        assert isinstance(drafts.drafter, DraftModel)
         dice = None if seq.dice is None else seq.dice.copy()  # the model is going to roll the same numbers
 
         def roll() -> torch.Tensor:
@@ -151,6 +168,8 @@ class Speculation:
             self.count = FORGOTTEN * self.count + len(drafts.found)
 
     def _drafter(self, seq: ServedSequence) -> Drafter:
+        if self.draft is not None and self.mtp:
+            return MTPDrafter(self.draft, self.most, seq.request)
         if self.draft is not None:
             return DraftModel(self.draft, self.most, seq.request, seq.prompts, self.chunk)
         request = replace(seq.request, lookup=self.most)
