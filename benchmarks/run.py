@@ -71,6 +71,8 @@ CASES = {
     "kinds": "kinds:run_kinds",
     "fla_kernels": "kinds:run_fla_kernels",
     "kinds_learn": "kinds_learn:main",
+    "decode_slopes": "caches:run_decode_slopes",
+    "latent_book": "caches:run_latent_book",
     "depth": "depth:run_depth",
     "scaling": "depth:run_scaling",
     "tuning_curves": "depth:run_tuning_curves",

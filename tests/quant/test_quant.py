@@ -36,6 +36,14 @@ CONFIGS = {
         **{**LLAMA, **LATENT, **GROUPED_EXPERTS, "attention": "latent(36, query_rank=40)", "d_value": 8}
     ),
 }
+STATES = {  # state-space layers, and others that keep a state
+    "Mamba-2": {"attention": "mamba2(6, d_state=10, groups=2)", "feedforward_skips": (0, 1), "n_heads": 6},
+    "Falcon-H1": {"attention": "hybrid(groups=2, d_state=5, norm=groups, norm_first=True)", "n_kv_heads": 2},
+    "Nemotron-H": {"attention": ("mamba2(4, d_state=6)", "full"), "n_kv_heads": 2},
+    "LFM2": {"attention": ("conv(3)", "full"), "n_kv_heads": 2},
+    "Qwen3-Next": {"attention": ("gated-delta", "full"), "n_kv_heads": 2},
+}
+CONFIGS |= {name: DECODER.replace(**{**LLAMA, **changes}) for name, changes in STATES.items()}
 PLANS = (
     ch.QuantPlan(4, 64, symmetric=False),
     ch.QuantPlan(8, method="rtn"),
@@ -320,6 +328,30 @@ def test_generation_goes_through_c_and_stays_near_the_model():
     assert (steps[1] - alone[0]).abs().max() < 1e-5 * size
     rows = [greedy(fast, ids[row : row + 1], 8) for row in range(3)]
     assert torch.equal(torch.cat(rows), greedy(fast, ids, 8))
+
+
+@pytest.mark.cpu
+@pytest.mark.skipif(library.library() is None, reason="no C compiler, or other threads than GNU's")
+@pytest.mark.parametrize("name", STATES)
+def test_layers_with_a_state_take_rounded_weights_step_by_step(name):
+    """Decode steps with a state are one pass of the quantized model, and near the dequantized one."""
+    model = quantize_model(drawn(CONFIGS[name]), PLANS[0]).model
+    kept = {part_name for part_name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    assert not kept, "a projection keeps its wide weights"
+    fast, cache, ids = prepared(model), Cache(), torch.randint(61, (3, 12))
+    with torch.inference_mode():
+        steps = torch.cat([fast(ids[:, t : t + 1], cache=cache).logits for t in range(12)], 1)
+        exact = dequantized(model)(ids).logits
+        for part in quantized_parts(model).values():
+            if isinstance(part, QuantizedLinear):
+                part.register_forward_pre_hook(rounded_inputs)
+        wanted = model(ids).logits
+    size = exact.abs().max()
+    apart = (steps - wanted).abs().amax((1, 2)).sort().values / size  # see above: one row may go another way
+    assert apart[1] < 1e-5 and apart[2] < 0.01 and (steps - exact).abs().max() / size < 0.03
+    m = ch.Model(model)
+    ids = m.generate([5, 3, 8], 6).ids
+    assert len(ids) == 6 and m.generate([[5, 3, 8], [7, 1, 2]], 6)[0].ids == ids
 
 
 def test_looking_inside_works_and_training_and_pruning_are_refused_by_name(tmp_path):
