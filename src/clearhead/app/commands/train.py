@@ -68,7 +68,7 @@ def train(
       clearhead train my.txt --watch
       clearhead train stdlib-docs --out my-model
       clearhead train a.tsv --set data.columns='{text = "review", label = "stars"}'
-      clearhead train train.en train.de --recipe original-transformer
+      clearhead train train.en train.de --recipe translate
       clearhead train my.txt --dry-run
       clearhead train --recipe char-gpt --show
       clearhead train --resume runs/my

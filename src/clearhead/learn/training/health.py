@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 WINDOW = 20  # reports before the one that is looked at
-JUMP = 0.25  # of the usual loss: a rise by more, and beyond all of the window, is a spike
+JUMP = 0.25  # of the usual loss: a rise by more, and three times as far up as any of the window, is a spike
 STEEP = 10  # times the usual gradient norm
 WORSE = 0.03  # of the best validation loss
 PATIENCE = 3  # validations after the best
@@ -42,7 +42,7 @@ def _spikes(stepped: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:
     for at in range(WINDOW, len(losses)):
         before = losses[at - WINDOW : at]
         usual = statistics.median(before)
-        jumped = losses[at] > max(max(before), usual + JUMP * abs(usual))
+        jumped = losses[at] > usual + max(3 * (max(before) - usual), JUMP * abs(usual))
         if jumped and not high:
             text = f"the training loss jumped from {usual:.3g} to {losses[at]:.3g}"
             advice = "If it does not come back, lower train.lr, or raise train.warmup."
