@@ -8,6 +8,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import clearhead as ch
 from clearhead.app.explorer.findings import findings
@@ -23,6 +24,7 @@ from clearhead.run.api import load
 from tests.explorer.toys import serving, toy
 from tests.harness import scramble
 from tests.inside.test_heads import induction_models
+from tests.llava import tiled_directory
 from tests.test_speech import folder, sounds  # noqa: F401
 
 pytestmark = pytest.mark.ledger("F2", "K3", "L11")
@@ -162,6 +164,51 @@ def test_where_a_token_was_heard(folder, watched, saved, tmp_path):  # noqa: F81
                 page.page.select_option("#attention-query", str(place))
                 page.wait(f"most => ({MOST})() === most", str(int(np.argmax(pattern[place]))))
         assert not seen.wrong and not copy.wrong and not tried
+
+
+@pytest.mark.slow
+def test_where_a_token_looked_in_a_picture(watched, tmp_path):
+    """The head's row is laid over the image, patch by patch; the strongest patch is the reddest there."""
+    m, file = ch.load(tiled_directory(tmp_path / "m")), io.BytesIO()
+    image = np.full((32, 48, 3), 90, dtype=np.uint8)
+    Image.fromarray(image).save(file, "PNG")
+    text = "<image>\nWhat is it?"
+    with serving(Opened("images", lambda: m)) as served:
+        seen = watched().open(served.url)
+        seen.page.fill("#input-text", "What is it?")
+        with seen.another_run():
+            seen.page.set_input_files(
+                "#input-image", {"name": "a.png", "mimeType": "image/png", "buffer": file.getvalue()}
+            )
+        assert seen.page.input_value("#input-text") == text
+        assert seen.page.locator("#input-picture .patches").count() == 1
+        seen.look("attention", "#attention-large .patches")
+        layer, head = map(int, seen.page.get_attribute("#attention-head", "data-head").split(".")[-2:])
+        maps = attention(m, ch.ImagePrompt(text, [image])).of("self")
+        row = maps[layer].pattern[head][-1]
+        labels = seen.page.evaluate("clearhead.store.get('run').tokens.labels")
+        seen.page.select_option("#attention-query", str(len(labels) - 1))
+        places = {
+            at: tuple(map(int, label.split(","))) for at, label in enumerate(labels) if label[0].isdigit()
+        }
+        assert len(places) == 24  # 2 x 3 tiles of 2 x 2 vectors
+        most = places[max(places, key=lambda at: row[at])]
+        assert tuple(seen.page.evaluate(WARMEST)) == most
+        assert not seen.wrong
+
+
+# The row and column of the patch with the warmest middle.
+WARMEST = """() => {
+  const canvas = document.querySelector("#attention-large .patches");
+  const [wide, high] = [canvas.width / 6, canvas.height / 4];
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const warm = (row, column) => {
+    const at = 4 * (Math.floor((row + 0.5) * high) * canvas.width + Math.floor((column + 0.5) * wide));
+    return data[at] - data[at + 2];
+  };
+  const places = Array.from({ length: 24 }, (_, i) => [Math.floor(i / 6), i % 6]);
+  return places.reduce((best, place) => (warm(...place) > warm(...best) ? place : best));
+}"""
 
 
 IDS = [3, 7, 1, 9, 4, 12] * 2 + [3, 7]

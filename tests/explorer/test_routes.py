@@ -21,10 +21,12 @@ from clearhead.app.explorer.session import KEPT, Opened, Session, named_roles
 from clearhead.app.explorer.views import begin
 from clearhead.app.views import page_view as view
 from clearhead.errors import InputError
+from clearhead.inside.attention import attention
 from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.heads import MIXED, head_roles
 from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
 from tests.harness import build
+from tests.llava import directory, tiled_directory
 
 pytestmark = pytest.mark.ledger("F2", "K2")
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
@@ -394,3 +396,37 @@ def test_features_of_a_dictionary_are_nodes_and_are_named(tmp_path):
     with pytest.raises(InputError, match="another model"):
         dictionaries_of(ch.Model(build(d_model=16, n_heads=2)), [tmp_path / "named"])
     assert dictionaries_of(ch.Model(build(d_model=16, n_heads=2))) == ()
+
+
+def test_a_prompt_with_an_image_has_its_picture(tmp_path):
+    """Tiles are put together again; places of the picture are labels, and attention is that of the prompt."""
+    image = np.random.default_rng(3).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(image).save(buffer, "PNG")
+    body = {"text": "<image>\nWhat is it?", "image": base64.b64encode(buffer.getvalue()).decode()}
+    for made, size, grid in ((directory, 16, (4, 4)), (tiled_directory, None, (4, 6))):
+        m = ch.load(made(tmp_path / made.__name__))
+        session = Session([Opened("m", lambda m=m: m)])
+        session.models[0].m = m
+        run = session.begin(body)
+        prompt = ch.ImagePrompt(body["text"], [image])
+        labels = [label for label in run["tokens"]["labels"] if "," in label and "whole" not in label]
+        assert sorted(labels) == [f"{row},{column}" for row in range(grid[0]) for column in range(grid[1])]
+        shown = unpacked(run["picture"])
+        pixels = image.transpose(2, 0, 1) / 255 if size is None else None
+        assert shown.shape == ((3, 32, 48) if size is None else (3, size, size))
+        if pixels is not None:  # it needs no resizing: tiles are cut, and put together again
+            assert (
+                np.abs((shown - shown.min()) / np.ptp(shown) - (pixels - pixels.min()) / np.ptp(pixels)).max()
+                < 0.02
+            )
+        seen = attention(m, prompt).of("self")[0].pattern[1]
+        page = session.run(run["run"]).prepared
+        assert np.array_equal(attention(m, page).of("self")[0].pattern[1], seen)
+        assert run["tokens"]["text"] == body["text"]
+        with pytest.raises(InputError, match="0 images"):
+            session.begin({"text": body["text"]})
+    session = Session([Opened("m", lambda: toy("decoder"))])
+    session.models[0].m = toy("decoder")
+    with pytest.raises(InputError, match="reads text alone"):
+        session.begin({**body, "text": "They speak"})

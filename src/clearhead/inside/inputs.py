@@ -293,7 +293,8 @@ def _with_images(m: Model, given: ImagePrompt) -> Prepared:
     main = torch.tensor([ids], device=device_of(m.model))
     with torch.no_grad():
         vectors = embedded(m.model, main, [Stretch(own, 0, len(ids))])
-    return Prepared(m, main, InputTokens(token_names(m, ids, given.images), tuple(ids)), vectors=vectors)
+    names, text = token_names(m, ids, given.images), given.prompt if isinstance(given.prompt, str) else ""
+    return Prepared(m, main, InputTokens(names, tuple(ids), text=text), vectors=vectors)
 
 
 def _sound(m: Model, given: Any, target: Target) -> Prepared:

@@ -29,6 +29,7 @@ from clearhead.inside.heads import MIXED, head_roles
 from clearhead.inside.inputs import prepare_first
 from clearhead.inside.memories import ReadCorpus
 from clearhead.learn.data.sounds import SUFFIXES
+from clearhead.learn.tasks.images import ImagePrompt, encoder_of, ids_of
 from clearhead.run.api import Model
 
 KEPT = 16  # runs that are remembered
@@ -291,7 +292,7 @@ class Session:
 
 
 def given_of(m: Model, body: dict[str, Any]) -> Any:
-    """Return what the model is to read: a text, token ids, or an image."""
+    """Return what the model is to read: a text, token ids, an image, or a text with an image in it."""
     if m.config.input == "patches":
         return _image(m, body.get("image"))
     if m.config.input == "frames":
@@ -299,7 +300,12 @@ def given_of(m: Model, body: dict[str, Any]) -> Any:
     ids, text = body.get("ids"), body.get("text")
     if ids is None:
         refuse(not _is_short(text), f"text must be a string of at most {LONGEST_TEXT:,} characters")
-        return text
+        if (file := body.get("image")) is None:
+            if m.image_encoder is not None:
+                ids_of(m, text)  # refuses an image token that stands for nothing
+            return text
+        channels = encoder_of(m).config.tower.n_channels
+        return ImagePrompt(text, [read_image(_bytes(file, "image"), channels, "the image", MOST_PIXELS)])
     some = isinstance(ids, list) and 1 <= len(ids) <= MOST_TOKENS and all(type(token) is int for token in ids)
     refuse(not some, f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
     last = m.model.main.spec.vocab_size - 1

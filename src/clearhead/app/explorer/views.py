@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -44,6 +44,7 @@ from clearhead.inside.names import AttentionHead, find_heads, kinds_of, unpatter
 from clearhead.inside.results import plain
 from clearhead.inside.trace import Trace, TraceStep, trace
 from clearhead.inside.trace_words import filled_words
+from clearhead.learn.tasks.images import ImagePrompt, shown_picture
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import quantized_parts
 from clearhead.variants.contexts import Recording, evaluating, tap_names
@@ -133,6 +134,7 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
         "max_length": m.max_length,
         "image_size": list(config.image_size) if config.image_size else None,
         "n_channels": config.n_channels,
+        "image_token": _image_token(m),
         "labels": list(m.labels),
         "tokenizer": m.tokenizer is not None,
         "unknown": getattr(m.tokenizer.model, "unk_token", None) if m.tokenizer else None,
@@ -161,6 +163,13 @@ def _takes_graph(m: Model) -> bool:
     except ClearheadError:
         return False
     return True
+
+
+def _image_token(m: Model) -> str | None:
+    """Return the token that stands for an image in a prompt; None for a model that reads text alone."""
+    if m.image_encoder is None or m.tokenizer is None:
+        return None
+    return cast(str | None, m.tokenizer.id_to_token(m.image_encoder.config.token_id))
 
 
 def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
@@ -232,19 +241,26 @@ class PageRun:
             column -= 1  # after the last token the answer has ended
         if task in ("fill", "tag"):
             column = ids.index(mask) if task == "fill" and mask in ids else words[0] if words else 0
-        pixels = self.prepared.main[0].float().cpu().numpy() if self.m.config.input == "patches" else None
+        pixels = self._pixels()
         sound = self.prepared.source if self.m.config.input == "frames" else None
         return {
             **{"run": name, "model": self.number, "task": task},
             "tokens": tokens_view(self.m, self.prepared.tokens),
             "source": tokens_view(self.m, self.prepared.source_tokens),
-            "picture": None if pixels is None else packed_picture(pixels),
+            "picture": None if pixels is None else packed_picture(pixels.float().cpu().numpy()),
             # M T, the lowest band last, as pictures of sound are drawn
             "sound": None if sound is None else packed_picture(sound[0].T.flip(0).float().cpu().numpy()),
             "pair": self.pair,
             "position": column,
             "columns": list(self.choices.columns) if task != "embed" else [],
         }
+
+    def _pixels(self) -> Tensor | None:
+        """Return the image that the model reads, alone or in its prompt; None where there is not one."""
+        if self.m.config.input == "patches":
+            return self.prepared.main[0]
+        one = isinstance(self.given, ImagePrompt) and len(self.given.images) == 1
+        return shown_picture(self.m, self.given.images[0]) if one else None
 
     def stages(self) -> dict[str, Any]:
         """Return the four stages of tokenization, of the text that was typed and of the answer's."""

@@ -184,6 +184,19 @@ def image_names(config: ImageConfig, grid: tuple[int, int]) -> list[str]:
     return [*tiles, *(f"whole {name}" if tiles else name for name in whole[config.skip_first :])]
 
 
+def shown_picture(m: Bundle, image: Any) -> Tensor:
+    """Return the pixels of an image that are read, its tiles put together: [C, H, W]."""
+    height, width = encoder_of(m).config.tower.image_size or (
+        0,
+        0,
+    )  # what is beyond whole patches is not read
+    pixels, (rows, columns) = pixels_of_prompt(m, [image])[..., :height, :width], grid_of(m, image)
+    if not rows:
+        return pixels[0]
+    tiles = pixels[:-1].unflatten(0, (rows, columns))  # rows columns C H W
+    return tiles.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
+
+
 # Conversations ----------------------------------------------------------------------------------------------
 
 

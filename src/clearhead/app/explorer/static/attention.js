@@ -6,6 +6,7 @@ import { amountColour, signedColour } from "./colour.js";
 import { el, figure, replace } from "./dom.js";
 import { dimFirst, enlarged } from "./enlarged.js";
 import { paintAt, scaleBar } from "./heatmap.js";
+import { readsImage } from "./image.js";
 import { askAhead, asks, whenNear } from "./query.js";
 import { leadingHead } from "./selection.js";
 import { headPattern, unpack } from "./source.js";
@@ -213,7 +214,7 @@ export const attentionSection = {
         const begun = performance.now();
         while (next < thumbs.length && performance.now() - begun < ATTENTION_FRAME) {
           const { left, top, matrix, height, width } = thumbs[next++];
-          const drawn = kind === "cross" || app.store.get("run").picture ? matrix : dimFirst(matrix, height, width);
+          const drawn = kind === "cross" || readsImage(app.store.get("run")) ? matrix : dimFirst(matrix, height, width);
           paintAt(context, left, top, drawn, height, width, 0, Math.max(...drawn, 1e-6));
         }
         if (next < thumbs.length) painting = requestAnimationFrame(some);

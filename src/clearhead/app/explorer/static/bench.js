@@ -81,6 +81,7 @@ export const compareSection = {
       const body = { model: Number(which.value) || 0 };
       const first = run.source || run.tokens;
       if (model.input === "patches") body.image = image.files[0] ? await wait(inputFile(image.files[0])) : app.store.get("picture") || null;
+      else if (model.image_token && first.text.includes(model.image_token) && app.store.get("picture")) Object.assign(body, { text: text.value.trim() ? text.value : first.text, image: app.store.get("picture") });
       else if (text.value.trim()) body[model.tokenizer ? "text" : "ids"] = model.tokenizer ? text.value : text.value.split(/[\s,]+/).filter(Boolean).map(Number);
       else if (first.text) body.text = first.text;
       else body.ids = first.ids;

@@ -4,7 +4,7 @@ import { amountColour, css, inkOn } from "./colour.js";
 import { el, percent, replace, svg, tokenText } from "./dom.js";
 import { glossed } from "./glossary.js";
 import { heatmap, scaleBar } from "./heatmap.js";
-import { patchImage, soundImage } from "./image.js";
+import { patchImage, readsImage, soundImage } from "./image.js";
 import { saveButtons, saveMapButtons } from "./picture.js";
 
 const ATTENTION_LINES = 400; // of the view with two columns
@@ -68,7 +68,7 @@ function onScale(matrix, scale) {
  * one calls `onPin(row)`. Returns {redraw, choose(row)}.
  */
 export function enlarged(node, { name, title, words, matrix, rows, columns, scale }, run, from, onPin, looks = { scale: "one", zoom: 1, whole: false }) {
-  const faint = run.picture || run.sound || name.startsWith("cross") ? matrix : dimFirst(matrix, rows.length, columns.length);
+  const faint = readsImage(run) || run.sound || name.startsWith("cross") ? matrix : dimFirst(matrix, rows.length, columns.length);
   const drawnAs = looks.whole ? matrix : faint;
   const chips = el("ul", { class: "chips looks", "aria-label": "Tokens; darker ones are looked at more" });
   const lines = el("div", { class: "wide", tabindex: "0", role: "group", "aria-label": "Lines from token to token" });

@@ -10,6 +10,9 @@ const IMAGE_SIGNED = ["205,60,60", "45,125,210"]; // against the answer, and for
 const SOUND_SIZE = [720, 160]; // pixels of a spectrogram on the page
 const SOUND_LEAST = 0.05; // share of the window that is shown at least
 
+/** Whether a run read an image and nothing else: a prompt with an image has token ids too. */
+export const readsImage = (run) => Boolean(run.picture) && !run.tokens.ids.length;
+
 /** Where each label stands on the grid of patches: {rows, columns, places}, with null for what is no patch. */
 export function patchGrid(labels) {
   const places = labels.map((label) => (/^\d+,\d+$/.test(label) ? label.split(",").map(Number) : null));

@@ -162,7 +162,7 @@ export const inputSection = {
     const previewTokens = () => askTyped(async (wait) => {
       const model = app.store.get("model");
       const run = app.store.get("run");
-      if (!run || !app.source.live || !model.tokenizer || !text.value) return null;
+      if (!run || !app.source.live || !model.tokenizer || !text.value || (model.image_token && text.value.includes(model.image_token))) return null;
       const found = await wait(app.source.post("tokens", { text: text.value, ...(pair.value && !boxes.pair.hidden ? { pair: pair.value } : {}) }));
       const read = run.source || run.tokens;
       const list = run.source ? source : tokens;
@@ -222,6 +222,8 @@ export const inputSection = {
         app.store.set("picture", picture);
         preview.src = picture;
         preview.hidden = false;
+        const { image_token: mark } = app.store.get("model");
+        if (mark && !text.value.includes(mark)) text.value = `${mark}\n${text.value}`;
         await send();
       } catch (error) {
         problem.textContent = error.message;
@@ -249,6 +251,7 @@ export const inputSection = {
         return { ids, ...(target.value ? { target: target.value } : {}) };
       }
       const body = { text: text.value };
+      if (picture && model.image_token && text.value.includes(model.image_token)) body.image = picture;
       if (!boxes.target.hidden && target.value) body.target = target.value;
       if (!boxes.pair.hidden && pair.value) body.pair = pair.value;
       return body;
@@ -319,7 +322,7 @@ export const inputSection = {
       const both = model.family === "encoder-decoder";
       boxes.text.hidden = ["patches", "frames"].includes(model.input);
       boxes.sound.hidden = model.input !== "frames" || !app.source.live;
-      boxes.image.hidden = model.input !== "patches";
+      boxes.image.hidden = model.input !== "patches" && !model.image_token;
       boxes.target.hidden = !both;
       boxes.pair.hidden = model.family !== "encoder" || model.input === "patches";
       boxes.text.firstChild.textContent = model.tokenizer ? (both ? "What the encoder reads" : "Text") : "Token ids";

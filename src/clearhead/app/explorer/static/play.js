@@ -5,7 +5,7 @@ import { css, signedColour } from "./colour.js";
 import { el, figure, percent, replace, roving, signed } from "./dom.js";
 import { glossed } from "./glossary.js";
 import { paintAt } from "./heatmap.js";
-import { patchGrid, patchImage } from "./image.js";
+import { patchGrid, patchImage, readsImage } from "./image.js";
 import { distributionOf, plainOf } from "./sampling.js";
 import { askedOf, columnOf, leadingHead } from "./selection.js";
 import { LensTables, unpack } from "./source.js";
@@ -34,7 +34,7 @@ class PlayData {
     this.position = app.store.get("position");
     this.column = columnOf(run, this.position);
     this.read = run.source || run.tokens;
-    this.image = run.picture ? patchImage(run.picture, run.tokens.labels, "") : null;
+    this.image = readsImage(run) ? patchImage(run.picture, run.tokens.labels, "") : null;
     const kinds = this.model.attentions.filter((entry) => entry.pattern !== false);
     this.kinds = ["encoder", "self", "cross"].filter((kind) => kinds.some((entry) => entry.kind === kind) && !(kind === "self" && run.source));
     this.steps = [];
