@@ -305,7 +305,7 @@ def given_of(m: Model, body: dict[str, Any]) -> Any:
                 ids_of(m, text)  # refuses an image token that stands for nothing
             return text
         channels = encoder_of(m).config.tower.n_channels
-        return ImagePrompt(text, [read_image(_bytes(file, "image"), channels, "the image", MOST_PIXELS)])
+        return ImagePrompt(str(text), [read_image(_bytes(file, "image"), channels, "the image", MOST_PIXELS)])
     some = isinstance(ids, list) and 1 <= len(ids) <= MOST_TOKENS and all(type(token) is int for token in ids)
     refuse(not some, f"ids must be a list of 1 to {MOST_TOKENS:,} whole numbers")
     last = m.model.main.spec.vocab_size - 1

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,7 +169,7 @@ def _image_token(m: Model) -> str | None:
     """Return the token that stands for an image in a prompt; None for a model that reads text alone."""
     if m.image_encoder is None or m.tokenizer is None:
         return None
-    return cast(str | None, m.tokenizer.id_to_token(m.image_encoder.config.token_id))
+    return m.tokenizer.id_to_token(m.image_encoder.config.token_id)
 
 
 def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:

@@ -190,10 +190,11 @@ def shown_picture(m: Bundle, image: Any) -> Tensor:
         0,
         0,
     )  # what is beyond whole patches is not read
-    pixels, (rows, columns) = pixels_of_prompt(m, [image])[..., :height, :width], grid_of(m, image)
+    rows, columns = grid_of(m, image)
+    pixels = pixels_of_prompt(m, [image])[..., :height, :width]
     if not rows:
         return pixels[0]
-    tiles = pixels[:-1].unflatten(0, (rows, columns))  # rows columns C H W
+    tiles = pixels[:-1].reshape(rows, columns, -1, height, width)  # rows columns C H W
     return tiles.permute(2, 0, 3, 1, 4).flatten(3, 4).flatten(1, 2)
 
 
