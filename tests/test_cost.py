@@ -86,6 +86,8 @@ ODD: dict[str, ModelConfig] = {
         **{"attention_gate": True, "n_kv_heads": 2, "positions": "rope", "rope_fraction": 0.5},
         **{"qk_norm": "head", "norm": "rmsnorm", "qkv_bias": False},
     ),
+    "smeared": small.replace(smear_gate=5, bigrams=7),
+    "pairs": small.replace(bigrams=9, positions="rope"),
     "skips": small.replace(input_skips=True, mirror_skips=True),
     "skips-mirrored": small.replace(mirror_skips=True, n_layers=4, norm="rmsnorm"),
     "values": small.replace(value_residual=True, value_embeddings=(0, 2)),

@@ -549,7 +549,7 @@ PICTURES = {
     "embedding": Drawn(
         draw_embedding,
         "d_embedding embedding_projection project_tokens embedding_scale n_types embedding_norm "
-        "tie_embeddings",
+        "tie_embeddings smear_gate bigrams",
     ),
     "positions": Drawn(draw_positions, "positions max_positions max_encoder_positions position_offset"),
     "waves": Drawn(draw_waves, "sinusoid_layout sinusoid_ends"),

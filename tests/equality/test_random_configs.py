@@ -47,6 +47,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "share_embeddings": (False,),
     "tie_embeddings": (False,),
     "n_types": (2, 3),
+    "smear_gate": (5,),
+    "bigrams": (7,),
     "positions": ("rope", "rope", "sinusoidal", "alibi", "relative", "learned+relative", "none"),
     "position_offset": (2,),
     "sinusoid_layout": ("half",),

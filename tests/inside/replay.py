@@ -49,7 +49,8 @@ class Replay:
             assert differences[step.name] == differences[step.name], step.name
             self.made[step.name] = value
             self.values[step.name] = value if self.chained else recorded
-            embedded = ".embedding." in f".{step.name}" and not step.name.endswith(".types")
+            joined = step.name in ("previous.smeared", "previous.paired")
+            embedded = joined or (".embedding." in f".{step.name}" and not step.name.endswith(".types"))
             ends = (".add", ".after", ".shortcut.mirrored", ".shortcut.mixed")
             if embedded or step.name.endswith(ends) or step.name in ("norm", "encoder.norm"):
                 self.stream = self.values[step.name]
@@ -113,6 +114,8 @@ class Replay:
             return self.attention(at, block, part, leaf)
         if at.startswith("head"):
             return self.head(leaf)
+        if at == "previous":
+            return self.previous(leaf)
         return self.embedding(name, at, leaf)
 
     def embedding(self, name: str, at: str, leaf: str) -> torch.Tensor:
@@ -164,6 +167,22 @@ class Replay:
         t, s = torch.arange(length)[:, None], torch.arange(length)
         near = (t - s).abs() < (int(leaf) if leaf.isdigit() else length)
         return (near & (s <= t) if causal else near)[None, None].double()
+
+    def previous(self, leaf: str) -> torch.Tensor:
+        v, x = self.values, self.stream
+        if leaf == "gate":
+            return self.linear(x[..., : self.config.smear_gate], "previous.gate")
+        if leaf == "before":
+            return torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        if leaf == "smeared":
+            opened = 1 / (1 + torch.exp(-v["previous.gate"]))
+            return x + self.weight("previous.share") * opened * v["previous.before"]
+        if leaf == "pairs":
+            ids = v["ids"][0].long().tolist()
+            hashes = [(a + 1) * 1_000_003 + b for a, b in zip([-1, *ids], ids)]
+            return self.weight("previous.table.weight")[[h % self.config.bigrams for h in hashes]][None]
+        assert leaf == "paired"
+        return x + v["previous.pairs"]
 
     def shortcut(self, at: str, leaf: str) -> torch.Tensor:
         layer, v = int(at.split(".")[1]), self.values

@@ -39,6 +39,9 @@ AT = "clearhead.variants.shortcuts"
 SHORTCUTS: Registry[Any] = Registry(
     {"layer": f"{AT}:Shortcut", "pass": f"{AT}:Carried", "steps": f"{AT}:steps"}
 )
+# What a token reads of the one before it, ahead of the first layer.
+AT = "clearhead.variants.previous"
+PREVIOUS: Registry[Any] = Registry({"tokens": f"{AT}:Previous", "steps": f"{AT}:steps"})
 
 
 class Residual(nn.Module):
@@ -175,6 +178,7 @@ class Stack(nn.Module):
         self.spec = spec
         self.embedding = Embedding(spec, front)
         self.positions = POSITIONS[spec.positions](spec)
+        self.previous = PREVIOUS["tokens"](spec) if spec.recalls else None
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         # Parameters are numbered by block, taps by layer: the two differ where layers share weights.
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
@@ -203,9 +207,11 @@ class Stack(nn.Module):
 
         at = tap.part("embedding")
         x = self.embedding(inputs.ids, inputs.types, places, inputs.mask, at, inputs.vectors)
-        x = tap("embedding", x)  # B T D
         if cache is not None:
             cache.begin(tokens)
+        if self.previous is not None:
+            x = self.previous(x, inputs.ids, tokens, cache, tap.part("previous"))
+        x = tap("embedding", x)  # B T D
         blocks, call = self.layers(), StackCall(inputs, tokens, cache, x.dtype, tap)
         for layer, (block, layer_inputs) in enumerate(zip(blocks, self.layer_inputs(blocks, call, memory))):
             x = block(x, layer_inputs, tap.part(f"blocks.{layer}"))

@@ -388,7 +388,7 @@ def _check(model: Transformer, cache: bool) -> None:
         f"{model.config.input}: leave it out",
     )
     refuse(
-        cache and any(kind.stateful for kind in model.main.spec.kinds),
+        cache and model.main.spec.stateful,
         "a layer of this model keeps no keys: leave the cache out",
     )
     weight = next(model.parameters())

@@ -272,7 +272,8 @@ class LogitQuery:
         if parts:
             routed = ("router", "passed") if prepared.model.config.depth_capacity != 1 else ()
             added = ("z", "attention.out", "feedforward.out", *routed)
-            taps = [*(f"blocks.*.{tap}" for tap in added), *taps]
+            embedded = ["embedding"] if prepared.model.main.spec.recalls else []
+            taps = [*(f"blocks.*.{tap}" for tap in added), *embedded, *taps]
         output, seen = prepared.record(*taps, logits="none")
         with torch.no_grad(), evaluating(prepared.model):
             scores = choices.column_scores(output.hidden, column)[0]
@@ -404,6 +405,10 @@ def parts_of(query: LogitQuery) -> list[AddedPart]:
             x = x @ exact(project.weight).T
             if project.bias is not None:
                 x = x + add(exact(project.bias), Term("embedding bias", "bias"))
+        if stack.previous is not None:
+            x = x + add(
+                exact(seen["embedding"][0])[read.rows] - x.detach(), Term("previous token", "embedding")
+            )
         carried = None if stack.carried is None else stack.carried(prepared.main)
         for layer, block in enumerate(stack.layers()):
             x = x if block.shortcut is None else block.shortcut.stream(x, carried)

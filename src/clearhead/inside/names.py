@@ -184,9 +184,9 @@ def refuse_foreign(model: nn.Module) -> None:
 def refuse_shortcuts(config: ModelConfig) -> None:
     """Refuse a model whose layers read earlier ones: what takes it apart goes along one stream."""
     refuse(
-        config.main.carries,
+        config.main.carries or config.main.recalls,
         "layers of this model read more of earlier ones than one stream (input_skips, mirror_skips, "
-        "value_residual, value_embeddings), which is not taken apart: ask about a model without them",
+        "value_residual, value_embeddings), or its tokens the one before (smear_gate, bigrams), which is not taken apart: ask about a model without them",
     )
 
 

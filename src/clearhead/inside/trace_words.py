@@ -171,6 +171,12 @@ residual.scaled | scale | B T D | y · {residual_scale} | How much a sublayer ad
 residual.add | residual | B T D | x + y |
     The stream goes on, and the sublayer only adds to it: so depth loses nothing.
 residual.after | post norm | B T D | {norm}(x) | The stream itself is brought back to one scale.
+# The token before
+previous.gate | gate of the token before | B T 1 | x[:n] · W + b | How much of it this token takes over.
+previous.before | embedding before | B T D | x of the token before | Zeros for the first one.
+previous.smeared | add it | B T D | x + s · sigmoid(gate) · before | Two tokens in a row are often one thing.
+previous.pairs | vectors of pairs | B T D | table[hash(before, id)] | A vector for two tokens together.
+previous.paired | add them | B T D | x + pairs | The first layer knows the pair at once.
 # Shortcuts between layers
 shortcut.mirrored | add the mirrored layer | B T D | x + w · y |
     What a layer of the first half left comes back.

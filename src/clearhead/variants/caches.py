@@ -260,6 +260,8 @@ def stream_mistakes(config: ModelConfig, window: int, sinks: int) -> Iterator[st
     if scaling is not None and config.rotates_by_length:
         rotates = f"{scaling.kind} scaling rotates keys by the length of a text"
         yield f"{rotates}, and this one has none: {slide}"
+    if config.main.recalls:
+        yield f"smear_gate and bigrams read the token before, which streaming may have moved: {slide}"
     if min(config.main.capacities) < 1:
         keeps = f"depth_capacity {config.depth_capacity} keeps other tokens in each layer"
         yield f"{keeps}, and streaming moves all of them alike: {slide}"

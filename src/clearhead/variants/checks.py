@@ -24,7 +24,7 @@ COUNTS = (
 )
 FROM_ZERO = (
     *("vocab_size", "n_types", "n_experts", "d_shared_expert", "n_mtp_layers"),
-    *("n_classes", "d_input", "position_offset", "head_gate"),
+    *("n_classes", "d_input", "position_offset", "head_gate", "smear_gate", "bigrams"),
 )
 ABOVE_ZERO = (
     "rope_base",
@@ -156,6 +156,7 @@ def _spec_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]
         "patches": config.input == "patches",
         "mtp": config.n_mtp_layers,
         "shortcuts": any(stack.carries for stack in stacks),
+        "previous": config.smear_gate or config.bigrams,
     }
     for name in (name for name, uses in used.items() if uses):
         yield from VARIANTS[name](config, stacks)
@@ -402,5 +403,6 @@ VARIANTS: Registry[Callable[[Fields, Sequence[StackSpec]], Mistakes]] = Registry
         "patches": patch_mistakes,
         "mtp": "clearhead.variants.mtp:mtp_mistakes",
         "shortcuts": "clearhead.variants.shortcuts:shortcut_mistakes",
+        "previous": "clearhead.variants.previous:previous_mistakes",
     }
 )

@@ -209,7 +209,7 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
     """Count the values that a cache holds; a ring has one slot more than its window, for what is not kept."""
     if not (spec.causal or block_length(spec)) or (kind == "cross" and not spec.cross):
         return 0
-    total = 0
+    total = math.prod(spec.last_shape) if spec.recalls and kind == "attention" else 0
     for layer, seen in enumerate(spec.kinds):
         states = spec.state_shapes(layer) if kind == "attention" else []
         passed = passing(spec.capacities[layer], tokens)

@@ -19,7 +19,7 @@ from clearhead.core.embedding import FRONTS, TokenFront
 from clearhead.core.feedforward import FeedForward, feedforward_class
 from clearhead.core.heads import HEADS, LanguageHead
 from clearhead.core.positions import POSITIONS, AlibiPositions, LearnedPositions, RopePositions
-from clearhead.core.stack import ROUTERS, SHORTCUTS
+from clearhead.core.stack import PREVIOUS, ROUTERS, SHORTCUTS
 from clearhead.core.transformer import MTP, shares_front
 from clearhead.variants.blocks import plain_blocks
 from clearhead.variants.kinds import Strided
@@ -190,6 +190,8 @@ def embedding_steps(spec: StackSpec, run: Pass, length: int, shared: bool) -> It
         )
     if spec.embedding_dropout:
         yield Step(f"{name}.dropout", "embedding", kept=rows * D)
+    if spec.recalls:
+        yield from PREVIOUS["steps"](spec, run, f"{spec.prefix}previous", rows)
 
 
 def token_steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:

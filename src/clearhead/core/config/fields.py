@@ -82,6 +82,8 @@ class StackFields:
     # a narrower token table is widened by itself, without a bias, before segments and positions are added
     project_tokens: bool = False
     n_types: int = 0  # segment (token type) embeddings
+    smear_gate: int = 0  # adds the embedding before, gated by so many leading columns of the token; 0: off
+    bigrams: int = 0  # rows of a table of vectors for pairs of tokens, found by a hash; 0: none
     patch_size: int = 16  # patches: height and width of a square, in pixels
     n_channels: int = 3  # patches: 3 for colour, 1 for grey
     class_token: bool = False  # patches: a learned vector before the first patch
@@ -302,6 +304,21 @@ class StackSpec(StackFields):
     def carries(self) -> bool:
         """Whether layers read more of earlier ones than the stream that the last of them left."""
         return bool(self.input_skips or self.mirror_skips or self.value_residual or self.value_embeddings)
+
+    @property
+    def recalls(self) -> bool:
+        """Whether a token reads the one before it ahead of the first layer."""
+        return bool(self.smear_gate or self.bigrams)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a cache keeps a state of earlier tokens."""
+        return self.recalls or any(kind.stateful for kind in self.kinds)
+
+    @property
+    def last_shape(self) -> tuple[int, int]:
+        """The shape of what a cache keeps of the last token of a row."""
+        return 1, self.d_model * bool(self.smear_gate) + bool(self.bigrams)
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -119,7 +119,10 @@ def edge_rows(inputs: Inputs) -> list[Comparison]:
     """Return the rows about edges between parts."""
     config = inputs.model.config
     gated = config.main.cross and bool(config.attention_gate or config.head_gate)
-    row = partial(inputs.compare, fits=config.depth_capacity == 1 and not gated and not config.main.carries)
+    row = partial(
+        inputs.compare,
+        fits=config.depth_capacity == 1 and not gated and not config.main.carries and not config.main.recalls,
+    )
     small = sum(weight.numel() for weight in inputs.model.parameters()) < SLOW
     return [
         row("circuit of all edges = model", "every part with a stream of its own, no edge cut", _whole),
@@ -141,6 +144,7 @@ def edge_rows(inputs: Inputs) -> list[Comparison]:
             and config.head != "none"
             and small
             and not config.main.carries
+            and not config.main.recalls
             and not gated,
         ),
     ]

@@ -179,7 +179,20 @@ class ReferenceInputs:
             e = self.norm(f"{stack}.embedding.norm", e)
         if plan.embedding_projection:
             e = self.linear(f"{stack}.embedding.project", e)
-        return e * self.loudness
+        return self.with_previous(f"{stack}.previous", e, row) * self.loudness
+
+    def with_previous(self, name: str, e: Tensor, row: ReferenceRow) -> Tensor:
+        """Add to the embedding of each real token what the one before it says: [T, D] -> [T, D]."""
+        config, mixed, last = self.config, e.clone(), None
+        for t in (t for t, real in enumerate(row.real) if real):
+            if config.smear_gate and last is not None:
+                gate = self.linear(f"{name}.gate", e[t, None, : config.smear_gate])[0]
+                mixed[t] += self.weight(f"{name}.share") * e[last] / (1 + (-gate).exp())
+            if config.bigrams:
+                pair = (0 if last is None else int(row.x[last]) + 1) * 1_000_003 + int(row.x[t])
+                mixed[t] += self.weight(f"{name}.table.weight")[pair % config.bigrams]
+            last = t
+        return mixed
 
     def patches(self, pixels: Tensor) -> Tensor:
         """Cut an image [C, height, width] into squares, row by row, each flattened: [patches, C·patch²]."""

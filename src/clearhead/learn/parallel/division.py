@@ -154,10 +154,10 @@ def whole_refusal(config: ModelConfig, mesh: MeshSizes | ParallelPlan) -> str | 
     divided = max(mesh.tensor, mesh.pipeline, mesh.context, mesh.expert) > 1
     if config.n_mtp_layers and divided:
         return f"n_mtp_layers {config.n_mtp_layers}: {mesh} does not divide MTP layers: use data or shard"
-    names = ("input_skips", "mirror_skips", "value_residual", "value_embeddings")
+    names = ("smear_gate", "bigrams", "input_skips", "mirror_skips", "value_residual", "value_embeddings")
     name = next((name for name in names if getattr(config, name)), None)
     if name is not None and (divided or (mesh.shard or 1) > 1):
-        return f"{name}: {mesh} does not divide layers that read earlier ones: use data"
+        return f"{name}: {mesh} divides neither the embedding nor the layers of it: use data"
     return None
 
 

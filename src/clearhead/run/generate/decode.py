@@ -352,7 +352,7 @@ def prefill_right(model: Transformer, prompts: abc.Sequence[abc.Sequence[int]], 
 
 def steps_back(model: Transformer) -> bool:
     """Return True if a cache of the model can forget its last tokens: it holds keys alone, and no state."""
-    return not any(kind.stateful for kind in model.config.main.kinds)
+    return not model.config.main.stateful
 
 
 # Checks ---------------------------------------------------------------------------------------------------

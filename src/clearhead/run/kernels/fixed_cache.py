@@ -62,6 +62,9 @@ class FixedCache(Cache):
                 self.layers[~layer if kind.masked else layer] = LayerState(states, begins)
             if source and spec.cross:
                 self.cross_layer(layer).update(*room(f"{block}.cross", FULL, source))
+        if spec.recalls:
+            last = torch.zeros(batch, *spec.last_shape, dtype=wide, device=device)
+            self.layers[spec.n_layers] = LayerState([last], (0.0,))
         if source and spec.cross:
             count = torch.arange(source, device=device)[None]
             self.source = TokenInfo(count, count, empty_slots(batch, source, device).real, None, plain=False)

@@ -352,6 +352,10 @@ def check_served(model: Transformer, longest: int) -> None:
         "a model whose layers take some tokens alone (depth_capacity) is not served: use generate",
     )
     refuse(
+        model.config.main.recalls,
+        "a model whose tokens read the one before them (smear_gate, bigrams) is not served: use generate",
+    )
+    refuse(
         model.config.rotates_by_length,
         "a model whose rotary angles depend on the length of a call (rope_scaling dynamic, longrope) is not "
         "served: use generate",
