@@ -202,7 +202,7 @@ def test_no_family_and_no_architecture_in_the_core():
 
 def test_the_core_can_be_read_in_one_sitting():
     model, config = (sum(len(path.read_text().splitlines()) for path in paths) for paths in (CORE, CONFIG))
-    assert model <= 1900 and config <= 950
+    assert model <= 1900 and config <= 960
 
 
 def test_the_reading_order_names_every_file():

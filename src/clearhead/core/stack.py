@@ -34,14 +34,10 @@ from clearhead.core.taps import SILENT, Tap
 
 # What sends only some of the tokens through a layer, where `capacities` ask for it.
 ROUTERS: Registry[Any] = Registry({"depth": "clearhead.variants.routing:Router"})
-# What a layer reads of earlier ones besides the stream, and what a pass keeps for it.
-AT = "clearhead.variants.shortcuts"
-SHORTCUTS: Registry[Any] = Registry(
-    {"layer": f"{AT}:Shortcut", "pass": f"{AT}:Carried", "steps": f"{AT}:steps"}
-)
-# What a token reads of the one before it, ahead of the first layer.
-AT = "clearhead.variants.previous"
-PREVIOUS: Registry[Any] = Registry({"tokens": f"{AT}:Previous", "steps": f"{AT}:steps"})
+# What a layer reads of earlier ones besides the stream; what a token reads of the one before it.
+AT = "clearhead.variants"
+SHORTCUTS: Registry[Any] = Registry({n: f"{AT}.shortcuts:{n}" for n in ("Shortcut", "Carried", "steps")})
+PREVIOUS: Registry[Any] = Registry({n: f"{AT}.previous:{n}" for n in ("Previous", "steps")})
 
 
 class Residual(nn.Module):
@@ -103,7 +99,7 @@ class Block(nn.Module):
         shared = spec.parallel and spec.parallel_norms == 1
         self.feedforward_residual = Residual(spec, reads_normed=shared or not spec.feedforwards(layer))
         self.router = ROUTERS["depth"](spec, layer) if spec.capacities[layer] < 1 else None
-        self.shortcut = SHORTCUTS["layer"](spec, layer) if spec.carries else None
+        self.shortcut = SHORTCUTS["Shortcut"](spec, layer) if spec.carries else None
 
     def forward(self, x: Tensor, inputs: LayerInputs, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
@@ -178,14 +174,14 @@ class Stack(nn.Module):
         self.spec = spec
         self.embedding = Embedding(spec, front)
         self.positions = POSITIONS[spec.positions](spec)
-        self.previous = PREVIOUS["tokens"](spec) if spec.recalls else None
+        self.previous = PREVIOUS["Previous"](spec) if spec.recalls else None
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         # Parameters are numbered by block, taps by layer: the two differ where layers share weights.
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in first)
         self.norm = norms.make_norm(spec.norm, spec.d_model) if spec.final_norm else None
         # For long rows of kinds that see few keys; looked up once, as passes may be compiled.
         self.plan = PLANS["blocks"] if any(kind.block_size is not None for kind in spec.kinds) else None
-        self.carried = SHORTCUTS["pass"] if spec.carries else None
+        self.carried = SHORTCUTS["Carried"] if spec.carries else None
 
     def layers(self) -> list[Block]:
         """Return the block of each layer; layers that share weights have the same block."""

@@ -186,7 +186,8 @@ def refuse_shortcuts(config: ModelConfig) -> None:
     refuse(
         config.main.carries or config.main.recalls,
         "layers of this model read more of earlier ones than one stream (input_skips, mirror_skips, "
-        "value_residual, value_embeddings), or its tokens the one before (smear_gate, bigrams), which is not taken apart: ask about a model without them",
+        "value_residual, value_embeddings), or its tokens the one before (smear_gate, bigrams), which is not "
+        "taken apart: ask about a model without them",
     )
 
 

@@ -23,6 +23,7 @@ from clearhead.core.config.kinds import FULL
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.variants.kinds import block_length
 from clearhead.variants.presets import preset
+from clearhead.variants.previous import last_shape
 from clearhead.variants.steps import Pass, Step, model_steps
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one value
@@ -209,7 +210,7 @@ def _cache(spec: StackSpec, kind: str, tokens: int, batch: int, ring: bool = Fal
     """Count the values that a cache holds; a ring has one slot more than its window, for what is not kept."""
     if not (spec.causal or block_length(spec)) or (kind == "cross" and not spec.cross):
         return 0
-    total = math.prod(spec.last_shape) if spec.recalls and kind == "attention" else 0
+    total = math.prod(last_shape(spec)) if spec.recalls and kind == "attention" else 0
     for layer, seen in enumerate(spec.kinds):
         states = spec.state_shapes(layer) if kind == "attention" else []
         passed = passing(spec.capacities[layer], tokens)

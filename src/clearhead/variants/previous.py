@@ -1,6 +1,6 @@
 """What a token reads of the one before it, ahead of the first layer.
 
-    smear_gate      x becomes x + s · sigmoid(w · x[:n] + b) · y, where y is the embedding before (s is 0 first)
+    smear_gate      x becomes x + s · sigmoid(w · x[:n] + b) · y, with y the embedding before (s: 0 first)
     bigrams         a table adds a vector for the two tokens, in a row found by a hash of both
 
 The token before is the last real one of the same document; the first one has none. A cache keeps both of the
@@ -64,6 +64,11 @@ class Previous(nn.Module):
             hashed = (before[..., -1].long() * FACTOR + ids) % self.rows
             x = tap.step("paired", x + tap.step("pairs", self.table(hashed)))
         return x
+
+
+def last_shape(spec: StackSpec) -> tuple[int, int]:
+    """Return the shape of what a cache keeps of the last token of a row."""
+    return 1, spec.d_model * bool(spec.smear_gate) + bool(spec.bigrams)
 
 
 def steps(spec: StackSpec, run: Pass, name: str, rows: int) -> Iterator[Step]:

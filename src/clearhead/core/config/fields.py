@@ -316,11 +316,6 @@ class StackSpec(StackFields):
         return self.recalls or any(kind.stateful for kind in self.kinds)
 
     @property
-    def last_shape(self) -> tuple[int, int]:
-        """The shape of what a cache keeps of the last token of a row."""
-        return 1, self.d_model * bool(self.smear_gate) + bool(self.bigrams)
-
-    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None for a layer of another kind."""
         return tuple(kind.size if isinstance(kind, Windowed) else None for kind in self.kinds)

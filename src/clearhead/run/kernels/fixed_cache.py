@@ -17,6 +17,7 @@ from clearhead.core.masks import TokenInfo
 from clearhead.core.positions import Rotary
 from clearhead.errors import InputError, refuse
 from clearhead.variants.caches import LayerState, Slots, empty_slots
+from clearhead.variants.previous import last_shape
 
 
 class FixedCache(Cache):
@@ -63,7 +64,7 @@ class FixedCache(Cache):
             if source and spec.cross:
                 self.cross_layer(layer).update(*room(f"{block}.cross", FULL, source))
         if spec.recalls:
-            last = torch.zeros(batch, *spec.last_shape, dtype=wide, device=device)
+            last = torch.zeros(batch, *last_shape(spec), dtype=wide, device=device)
             self.layers[spec.n_layers] = LayerState([last], (0.0,))
         if source and spec.cross:
             count = torch.arange(source, device=device)[None]
