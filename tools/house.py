@@ -2,6 +2,7 @@
 
 python tools/house.py                 this tree
 python tools/house.py 6f8ff0d6 HEAD   two revisions of it, next to each other
+python tools/house.py --features      lines and files of each part of 2026, of this tree
 """
 
 from __future__ import annotations
@@ -46,6 +47,40 @@ WORDS = {
     "plainly, everywhere (reference, global)": r"\bplainly\b|\beverywhere\b",
     "for one in (the thing's name)": r"\bfor one in\b",
     "found, given, made (the thing's name)": r"\b(found|given|made) =|(\bin |\()(found|given|made)\b",
+}
+
+# The parts of 2026: the lines each was to have, its words in other files, and the files that are its own.
+FEATURES: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "latent attention": (400, r"latent|indexer", ("variants/latent.py", "hub/latent.py")),
+    "multi-token prediction": (250, r"mtp", ("variants/mtp.py", "hub/mtp.py", "inside/checks/mtp.py")),
+    "state-space layers": (
+        400,
+        r"mamba|short_?conv|hybrid|state_space",
+        ("variants/state_space.py", "hub/hybrids.py"),
+    ),
+    "diffusion": (
+        350,
+        r"diffusion|denois|llada|unmask|mask_schedule|block_?causal",
+        (
+            "run/generate/diffusion.py",
+            "learn/tasks/entries/diffusion.py",
+            "inside/checks/diffusion.py",
+            "hub/llada.py",
+        ),
+    ),
+    "vision-language": (
+        500,
+        r"image_encoder|imageprompt|imageencoder|promptvectors|llava|idefics|smolvlm|qwen2_5_vl",
+        ("variants/images.py", "hub/images.py", "hub/vision_language.py", "learn/tasks/images.py"),
+    ),
+    "looped depth": (80, r"looped|\bconfig\.loop|\bloop:", ()),
+    "GRPO": (
+        400,
+        r"grpo|rollout|reward",
+        ("learn/rewards.py", "learn/tasks/rollouts.py", "learn/tasks/entries/grpo.py"),
+    ),
+    "QLoRA": (200, r"qlora|(plan|train|adapters)\.quantize", ("learn/parallel/adapters.py",)),
+    "search encoders": (250, r"splade|colbert|matryoshka|\bwidths\b", ("hub/retrievers.py",)),
 }
 
 
@@ -158,6 +193,32 @@ def measure(root: Path) -> dict[str, int]:
     return figures
 
 
+def lines_about(text: str, words: str) -> int:
+    """Count the lines with one of these words, and those of functions and classes named by one."""
+    has = re.compile(words, re.IGNORECASE).search
+    found = {number for number, line in enumerate(text.splitlines(), 1) if has(line)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and has(node.name):
+            found |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    return len(found)
+
+
+def features(root: Path) -> str:
+    """Return a table of the parts of 2026: lines in files of their own and in others, which they touch."""
+    source, rows = (
+        root / "src" / "clearhead",
+        ["| part | aim | lines | of these in its own files | other files |"],
+    )
+    rows.append("| --- | ---: | ---: | ---: | ---: |")
+    for name, (aim, words, own) in FEATURES.items():
+        inside = lines_of(source / path for path in own)
+        others = [path for path in source.rglob("*.py") if str(path.relative_to(source)) not in own]
+        counts = [lines_about(path.read_text(encoding="utf-8"), words) for path in others]
+        lines, touched = inside + sum(counts), sum(count > 0 for count in counts)
+        rows.append(f"| {name} | {aim} | {lines:,} | {inside:,} in {len(own)} | {touched} |")
+    return "\n".join(rows)
+
+
 def at(revision: str | None, use: Callable[[Path], dict[str, int]]) -> dict[str, int]:
     """Measure a revision in a folder of its own, or this tree."""
     if revision is None:
@@ -177,7 +238,11 @@ def main() -> None:
     parser.add_argument(
         "revisions", nargs="*", metavar="REVISION", help="of git, such as HEAD; none: this tree"
     )
-    revisions: list[str | None] = parser.parse_args().revisions or [None]
+    parser.add_argument("--features", action="store_true", help="lines and files of each part of 2026")
+    asked = parser.parse_args()
+    if asked.features:
+        return print(features(ROOT))
+    revisions: list[str | None] = asked.revisions or [None]
     for revision in filter(None, revisions):
         known = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
         if subprocess.run(known, capture_output=True).returncode:
