@@ -147,6 +147,8 @@ def test_what_cannot_be_learned_from_is_refused(squares: pathlib.Path, tmp_path:
     data, base = str(squares / "rows.jsonl"), str(directory(tmp_path / "base"))
     for more, words in (
         ({"data.packing": "isolated"}, "data.packing"),
+        ({"data.token_dropout": 0.1}, "data.token_dropout"),
+        ({"tokens.kind": "bpe"}, "tokens. is not for describe"),
         ({"model.dropout": 0.1}, "model.dropout"),
         ({"data.max_length": 5}, "within 5 tokens"),
         ({"data.task": "chat"}, "add /text or /image"),

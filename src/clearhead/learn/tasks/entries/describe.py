@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from clearhead.errors import ConfigError, InputError, refuse
+from clearhead.hub.tokens import TokensPlan
 from clearhead.hub.tokens.chat import ASSISTANT, answers
 from clearhead.learn.batches.batch import IGNORE, ORDER, Batch, Batches, cut_note, generator
 from clearhead.learn.batches.encoding import Encoder
@@ -42,7 +43,7 @@ HELD_OUT = 10  # of so many images one is for validation, where no file is
 UNREAD = (  # what rows of other tasks are read by
     *("format", "columns", "header", "encoding", "pattern", "texts_only", "lowercase", "validation_share"),
     *("bad_rows", "packing", "mask_share", "span_length", "image_size", "augment", "stride"),
-    "cache",
+    *("cache", "token_dropout"),
 )
 KEPT = 2**30  # bytes of vectors of images that are kept from one epoch to the next, at most
 
@@ -269,6 +270,14 @@ class Describe(Chat):
         fingerprint = f"1:{digest([*files, *images], self.name, str(plan.max_examples))}"
         size = sum(len(json.dumps(row.messages)) for row in train)
         return Corpus(self.row.PLURAL, train, validation, (), fingerprint, (), size)
+
+    def planned(self, recipe: Recipe) -> Self:
+        """Refuse settings of a new tokenizer: the model has its own."""
+        own = TokensPlan(template=recipe.tokens.template)
+        refuse(
+            recipe.tokens != own, "[tokens] is not for describe, but for template: leave it out", ConfigError
+        )
+        return super().planned(recipe)
 
     def model_for(self, recipe: Recipe, corpus: Corpus, base: Model | None) -> Model:
         """Return the base, which must read images."""
