@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import clearhead as ch
 from clearhead.errors import ClearheadError
 from clearhead.learn.parallel import ParallelPlan
-from clearhead.learn.parallel.division import MeshSizes, Work, counted_steps, read_mesh, stages_of, weights_of
+from clearhead.learn.parallel.division import MeshSizes, Work, read_mesh, stages_of, weights_of
 from clearhead.learn.parallel.estimate import (
     DEVICES,
     Cluster,
@@ -77,23 +77,12 @@ def test_on_one_device_it_is_the_cost(name):
 
 def test_layers_for_later_tokens_and_a_second_pass_are_counted():
     config = ch.ModelConfig(vocab_size=50, d_model=16, n_layers=1, n_heads=2, max_positions=9, n_mtp_layers=2)
-    for mtp, passes in ((False, 1), (True, 1), (True, 2)):  # the second pass is without MTP layers
-        counted = ch.cost(config, dtype="bfloat16", batch=passes)
-        bare, whole = (ch.cost(config, dtype="bfloat16", mtp=more) for more in (False, mtp))
+    for mtp, passes in ((False, 1), (True, 1), (True, 2)):  # two passes keep what twice the rows do
+        counted = ch.cost(config, dtype="bfloat16", batch=passes, mtp=mtp)
         work = Work(config, 9, 1, "bfloat16", mtp=mtp, passes=passes)
         [stage] = stages_of(work, MeshSizes(), 1, 80e9)
         assert stage.total.stored == counted.parameters.total
-        more = whole.memory.activations.total - bare.memory.activations.total
-        assert stage.total.kept == counted.memory.activations.total + more
-        steps = counted_steps(config, 9, 1, "bfloat16", True, mtp, passes)
-        more = whole.flops.training - bare.flops.training
-        assert sum(s.forward + s.backward for s in steps) == counted.flops.training + more
-    kept = [
-        ch.plan(config, 1, lora=2, precision="float32", mtp=mtp, passes=passes).best.memory.activations
-        for passes in (1, 2)
-        for mtp in (False, True)
-    ]
-    assert kept[3] - kept[2] == kept[1] - kept[0] > 0
+        assert stage.total.kept == counted.memory.activations.total
     for more in ({}, {"lora": 2, "precision": "float32"}):
         without, whole = (ch.plan(config, 1, mtp=mtp, **more).best.memory for mtp in (False, True))
         assert without.activations < whole.activations

@@ -20,7 +20,7 @@ from clearhead.core.config.kinds import Full, Windowed
 from clearhead.errors import nearest, refuse
 from clearhead.learn.parallel import AXES, HELD, ROWS, ParallelPlan
 from clearhead.learn.parallel.adapters import Adapters
-from clearhead.variants.costs import DTYPES, chunk_rows, cost
+from clearhead.variants.costs import DTYPES, Cost, chunk_rows, cost
 from clearhead.variants.steps import Step
 
 Split = Literal["columns", "rows", "vocabulary", "heads", "sequence", "whole"]
@@ -329,28 +329,19 @@ class PipelineStage:
 
 
 @functools.lru_cache(maxsize=64)
-def counted_steps(
-    config: ModelConfig, length: int, rows: int, dtype: str, autocast: bool, mtp: bool, passes: int = 1
-) -> tuple[Step, ...]:
-    """Return the steps of `ch.cost` for all passes; kept, since many meshes ask for the same.
-
-    MTP layers run in the first pass alone.
-    """
-    steps, first = (
-        cost(config, length, count, dtype, autocast=autocast, mtp=mtp).steps
-        for count in (rows * passes, rows)
-    )
-    return tuple(own if own.name.startswith("mtp.") else step for step, own in zip(steps, first))
+def costs_of(config: ModelConfig, length: int, rows: int, dtype: str, autocast: bool, mtp: bool) -> Cost:
+    """Return `ch.cost`, kept: many meshes ask for the same."""
+    return cost(config, length, rows, dtype, autocast=autocast, mtp=mtp)
 
 
 @functools.lru_cache(maxsize=64)
 def _groups(
-    config: ModelConfig, length: int, rows: int, dtype: str, autocast: bool, mtp: bool, passes: int
+    config: ModelConfig, length: int, rows: int, dtype: str, autocast: bool, mtp: bool
 ) -> tuple[list[Step], list[list[Step]], list[int]]:
     """Return the steps outside the blocks, those of each kind of block, and the kind of each block."""
     ends: list[Step] = []
     blocks: dict[str, list[Step]] = {}
-    for step in counted_steps(config, length, rows, dtype, autocast, mtp, passes):
+    for step in costs_of(config, length, rows, dtype, autocast, mtp).steps:
         block = BLOCK.match(step.name) if mtp or not step.name.startswith("mtp.") else None
         (blocks.setdefault(block[0], []) if block else ends).append(step)
     kinds: dict[tuple[object, ...], int] = {}
@@ -368,14 +359,11 @@ def _groups(
 
 def stages_of(work: Work, mesh: MeshSizes, rows: int, memory: float) -> list[PipelineStage]:
     """Divide a model among the ranks of `pipeline`, for micro-batches of `rows`."""
+    rows *= work.passes
     ends, different, of_block = _groups(
-        work.config, work.length, rows, work.dtype, work.autocast(mesh), work.mtp, work.passes
+        work.config, work.length, rows, work.dtype, work.autocast(mesh), work.mtp
     )
-    once, rows = rows, rows * work.passes
-    kinds = [
-        _figures(inner, work, mesh, once if inner[0].name.startswith("mtp.") else rows, block=True)
-        for inner in different
-    ]
+    kinds = [_figures(inner, work, mesh, rows, block=True) for inner in different]
     stages, count = [], len(of_block)
     for rank in range(mesh.pipeline):
         start, stop = (math.ceil(count * n / mesh.pipeline) for n in (rank, rank + 1))

@@ -20,7 +20,7 @@ from clearhead.learn.parallel.division import (
     MeshSizes,
     PipelineStage,
     Work,
-    counted_steps,
+    costs_of,
     stages_of,
 )
 from clearhead.variants.costs import LEARNING
@@ -276,9 +276,8 @@ def estimate(work: Work, cluster: Cluster, mesh: MeshSizes, micro_rows: int) -> 
     slowest = max(stages, key=lambda stage: _compute(stage, work, cluster, mesh)[0])
     traffic = _traffic(slowest, stages, work, mesh, batches)
     time = _time(slowest, work, cluster, mesh, batches, traffic)
-    half = work.autocast(mesh)
-    steps = counted_steps(work.config, work.length, micro_rows, work.dtype, half, work.mtp, work.passes)
-    flops = sum(step.forward + step.backward for step in steps) / micro_rows * work.rows
+    counted = costs_of(work.config, work.length, micro_rows, work.dtype, work.autocast(mesh), work.mtp)
+    flops = counted.flops.training_per_token * work.tokens * work.passes
     rate = work.tokens / mesh.devices / time.total
     mfu = flops / (time.total * mesh.devices * cluster.device.peak)
     fits = memory.total <= cluster.memory
@@ -329,17 +328,12 @@ def _memory(stage: PipelineStage, work: Work, mesh: MeshSizes, batches: int, ran
 
 def _adapted_memory(stage: PipelineStage, work: Work, adapters: Adapters, rows: int) -> MeshMemory:
     """Return the bytes of one device that trains low-rank updates alone, at its peak."""
-    figures = adapted(work.config, work.length, rows * work.passes, work.dtype, adapters)
+    rows *= work.passes
+    figures = adapted(work.config, work.length, rows, work.dtype, adapters, work.mtp)
     layers = work.config.n_layers
     kept: float = figures.kept
-    if work.mtp:  # in the first pass alone
-        with_mtp, without = (
-            adapted(work.config, work.length, rows, work.dtype, adapters, mtp) for mtp in (True, False)
-        )
-        kept += with_mtp.kept - without.kept
-    rows *= work.passes
     if work.checkpointing == "full":  # the input of each block, and one block computed again
-        kept = kept / layers + layers * rows * work.tokens / work.rows * work.config.d_model * 4
+        kept = figures.kept / layers + layers * rows * work.tokens / work.rows * work.config.d_model * 4
     return MeshMemory(
         weights=figures.weights,
         gradients=figures.trained * GRADIENT,

@@ -204,11 +204,8 @@ def assemble(
         recompute(loaded.model)
     per_token = 0.0
     if task.tokens is not None and not joined:
-        first, later = (
-            cost(loaded.config, length=loaded.max_length, mtp=mtp).flops.training_per_token
-            for mtp in (plan.mtp_weight > 0, False)
-        )
-        per_token = first + (plan.passes - 1) * later
+        figures = cost(loaded.config, length=loaded.max_length, mtp=plan.mtp_weight > 0)
+        per_token = plan.passes * figures.flops.training_per_token
     least = None
     if precision.peak is not None:
         least = machine.least_seconds(per_token, batches[0].at(0), plan, precision)
