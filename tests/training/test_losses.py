@@ -167,6 +167,15 @@ def assert_same_of_one_graph(model: ch.Transformer, loss: Tensor, wanted: Tensor
     assert [a is None for a in ours] == [b is None for b in theirs]
 
 
+def test_without_dropout_two_passes_have_the_loss_of_one():
+    model = build(n_mtp_layers=1, n_experts=2, n_active_experts=1, dropout=0.0).double().train()
+    batch = language_batch(model)
+    once, twice = (
+        batch_loss(model, batch, terms=Terms(r_drop=weight, mtp_weight=0.3))[0] for weight in (0.0, 2.0)
+    )
+    assert worst(once, twice) < 1e-12 * float(once)
+
+
 def test_r_drop_of_classes_is_its_formula():
     model, outs = build(family="encoder", n_classes=3, dropout=0.3).double().train(), []
     model.register_forward_hook(lambda module, given, out: outs.extend(out.logits.log_softmax(-1).chunk(2)))
