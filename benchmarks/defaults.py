@@ -25,6 +25,7 @@ import clearhead as ch
 from clearhead.learn.training.events import Event, Note, Started, Validated
 
 ROOT = Path(__file__).parent
+RECORD = RESULTS / "defaults_cpu.json"
 SETTINGS = {"flats-1500": ("data.task=regress",)}  # what a command needs to be told
 Arms = dict[str, dict[str, Any]]
 # Of each task the figure that is compared, and whether more of it is better
@@ -160,6 +161,32 @@ def made(data: Path, folder: Path) -> dict[str, Callable[[], Sample]]:
             "source\ttarget",
         ),
     }
+
+
+def development(data: Path, folder: Path) -> None:
+    """Write files to choose settings by: no row that they are judged by is in a test part of the ten."""
+
+    def table(name: str, known: list[str], asked: list[str]) -> None:
+        parts = ("\n".join(["text\tlabel", *part]) + "\n" for part in (known, asked))
+        written(folder, name, "tsv", parts)
+
+    reviews = labelled(data / "sst2" / "train.tsv")
+    random.Random(0).shuffle(reviews)  # as `rows` does, whose files take the first 4,000
+    table("dev-reviews-2000", reviews[:2000], reviews[4000:])
+    for draw in range(4):
+        table(f"dev-reviews-100-{draw}", reviews[100 * draw : 100 * (draw + 1)], reviews[4000:6000])
+    phrases = labelled(data / "sst2" / "glue_train.tsv.gz")
+    random.Random(0).shuffle(phrases)
+    table("dev-phrases-20000", phrases[:20_000], phrases[22_000:26_000])
+    sentences = tagged(data / "ud_english_ewt" / "en_ewt-ud-train.conllu.gz")
+    blocks = (sentences[:800], sentences[1300:2300])
+    written(folder, "dev-tags-800", "conll", ("\n\n".join(part) + "\n" for part in blocks))
+    book = opened(data / "book" / "war_and_peace.txt.gz")[10_000:]
+    for start in range(3):
+        part = book[100_000 * start :]
+        written(folder, f"dev-text-1kB-{start}", "txt", (part[:1000], part[5000:15_000]))
+    stories = opened(data / "tinystories_sample" / "tinystories.txt")
+    written(folder, "dev-text-20kB", "txt", (stories[:20_000], stories[40_000:80_000]))
 
 
 def small(width: int, layers: int, dropout: float, length: int = 0) -> dict[str, Any]:
@@ -319,8 +346,13 @@ def tried(
 def sweep(options: argparse.Namespace) -> None:
     """Run every arm in a process of its own, several at once, until the time is over."""
     end = time.monotonic() + 60 * options.minutes
-    jobs = [(name, "before", {}) for name in options.files or ARMS]
-    jobs += [(name, arm, arms) for name in options.files or ARMS for arm, arms in ARMS[name].items()]
+    if options.development:  # the arms that the record has of these files
+        rows = json.loads(RECORD.read_text())["development"]["rows"]
+        named = [(row["file"], row["arm"], row["settings"].split(" ")) for row in rows]
+        jobs = [(name, arm, dict(each.split("=", 1) for each in said)) for name, arm, said in named]
+    else:
+        jobs = [(name, "before", {}) for name in options.files or ARMS]
+        jobs += [(name, arm, arms) for name in options.files or ARMS for arm, arms in ARMS[name].items()]
     random.Random(0).shuffle(jobs)  # of every file some are done when the time is over
 
     def one(job: tuple[str, str, dict[str, Any]]) -> None:
@@ -361,13 +393,21 @@ def main() -> None:
     )
     parser.add_argument("--sweep", type=int, default=0, help="try all arms of ARMS, so many at once")
     parser.add_argument("--minutes", type=float, default=60, help="of the sweep")
+    parser.add_argument(
+        "--development",
+        action="store_true",
+        help="make the files that settings are chosen by; with --sweep, try the arms of the record on them",
+    )
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     for folder in (options.out, options.samples):
         folder.mkdir(parents=True, exist_ok=True)
     makers = made(options.data, options.samples)
+    if options.development:
+        development(options.data, options.samples)
     if options.sweep:
         sweep(options)
+    if options.sweep or options.development:
         return
     for name in options.files or makers:
         there = [places(options.samples, name, ending) for ending in ("txt", "tsv", "conll")]
@@ -386,7 +426,8 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "rows": [json.loads(line) for line in lines],
         }
-        (RESULTS / "defaults_cpu.json").write_text(json.dumps(body, indent=1) + "\n")
+        body |= {"development": json.loads(RECORD.read_text())["development"]}
+        RECORD.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 
 import pytest
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import Split
 
 import clearhead as ch
-from clearhead.learn.data.examples import Corpus
+from clearhead.learn.data.examples import Corpus, Labelled
 from clearhead.learn.recipe import read_recipe, recipe_names
 from clearhead.learn.training.events import Note
-from clearhead.learn.training.fit import FAR, PATIENCE, POINTS, fitted, names_of
+from clearhead.learn.training.fit import FAR, PATIENCE, PATTERN, POINTS, fitted, names_of
 
 
 def corpus(size: int, rows: int = 1) -> Corpus:
@@ -22,6 +24,7 @@ def test_a_point_is_met_and_steps_lie_between_two():
     recipe, line = fitted(read_recipe(None), frozenset(), "lm", corpus(first.amount))
     assert recipe.model["d_model"] == first.width and recipe.train.steps == first.steps
     assert recipe.train.patience == PATIENCE and f"{first.steps:,} steps at most" in line
+    assert "an n-gram model was better on our file of this size" in line
     middle = round((first.amount * second.amount) ** 0.5)
     steps = fitted(read_recipe(None), frozenset(), "lm", corpus(middle))[0].train.steps
     assert steps == pytest.approx((first.steps + second.steps) / 2, abs=1)
@@ -48,6 +51,26 @@ def test_what_is_set_stays_and_far_from_every_point_nothing_is_chosen():
     plain = read_recipe(None)
     for amount in (POINTS["lm"][0].amount / FAR * 0.9, POINTS["lm"][-1].amount * FAR * 1.1):
         assert fitted(plain, frozenset(), "lm", corpus(int(amount))) == (plain, "")
+
+
+def test_few_rows_choose_no_weights_and_hidden_tokens_go_with_the_tokens():
+    few = Corpus("labels", [Labelled("a", "b")] * 90, [], (), "", (), 1000)
+    recipe, line = fitted(read_recipe(None), frozenset(), "classify", few)
+    assert "model was better" not in line
+    assert recipe.train.validate_every == recipe.train.steps == POINTS["classify"][0].steps
+    assert recipe.data.token_dropout and recipe.tokens.kind == "word"
+    settings = ["tokens.kind=byte"]  # has no unknown token
+    recipe, _ = fitted(read_recipe(None, settings), names_of(settings), "classify", few)
+    assert recipe.tokens.kind == "byte" and recipe.tokens.pattern is None
+    assert not recipe.data.token_dropout and recipe.model["d_model"] == POINTS["classify"][0].width
+    apart = read_recipe(None, ["data.packing=isolated"])
+    assert fitted(apart, frozenset({"data.packing"}), "lm", corpus(1000)) == (apart, "")
+
+
+def test_scripts_without_spaces_have_a_token_for_each_letter():
+    split = Split(Regex(PATTERN), "removed", invert=True)
+    words = [word for word, _ in split.pre_tokenize_str("It is 漢字abc, ไทย.")]
+    assert words == ["It", "is", "漢", "字", "abc", ",", "ไ", "ท", "ย", "."]
 
 
 def test_a_run_without_a_recipe_says_what_it_chose(tmp_path):

@@ -18,7 +18,7 @@ from clearhead.learn.recipe import Recipe, Settings
 
 CHECKS, PATIENCE = 20, 10  # validations in a run; without progress, the last
 FAR = 8.0  # times the amount of a point, or a share of it, up to which the point says something
-LENGTH = ("train.steps", "train.validate_every", "train.patience")
+HIDDEN = "data.token_dropout"
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Point:
     batch: int
     bits: float | None = None  # lm: a byte of unseen text
     more: Mapping[str, Any] = field(default_factory=dict)  # further keys
+    behind: bool = False  # whether a linear or n-gram model of the same rows was better
+    checks: int = CHECKS  # validations; 1: rows to validate on are too few to choose weights by
 
     def settings(self) -> dict[str, Any]:
         """Return the keys of a recipe, but for the length of the run."""
@@ -53,21 +55,42 @@ def encoder(**more: Any) -> dict[str, Any]:
     return {"model.pooling": "mean", **more}
 
 
-AVERAGED = {"train.ema": 0.98, "train.label_smoothing": 0.1}
-WORDS = {"tokens.vocab_size": 8192}  # most words are one token
+AVERAGED = {"train.ema": 0.98}
+# Rotary positions, and layers that add nothing at first: training begins at a sum over tokens.
+FLAT = {"model.positions": "rope", "model.zero_init": True, "model.init": "bert", **AVERAGED}
+# Frequent words are tokens, the others are unknown; of scripts without spaces each letter is a token.
+UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
+PATTERN = rf"[{UNSPACED}]|[\w&&[^{UNSPACED}]]+|[^\w\s]"
+WORDS = {"tokens.kind": "word", "tokens.pattern": PATTERN, "tokens.lowercase": True}
+PIECES = {"tokens.vocab_size": 16_384, "tokens.lowercase": True}  # most words are one token
+BAG = {**encoder(**FLAT), **WORDS}
+SMOOTH = {"train.label_smoothing": 0.1}  # without it, few rows make a model that is too sure
+TINY = {"model.max_positions": 32, "model.init": "gpt2"}
+TAGS = {**FLAT, HIDDEN: 0.2, "tokens.vocab_size": 4096}
 POINTS: Mapping[str, Sequence[Point]] = {
     "lm": (
-        Point(900, 64, 1, 0.2, 200, 3e-3, 8, 4.0, {"model.max_positions": 32, "model.init": "gpt2"}),
-        Point(18_000, 64, 2, 0.1, 600, 4e-3, 16, 2.4, decoder(64, 64)),
-        Point(180_000, 96, 3, 0.0, 800, 3e-3, 16, 2.3, decoder(96, 128)),
+        Point(900, 64, 1, 0.2, 200, 3e-3, 8, 4.0, TINY, behind=True),
+        Point(
+            18_000,
+            96,
+            2,
+            0.1,
+            1000,
+            4e-3,
+            12,
+            2.4,
+            {**decoder(96, 64), **AVERAGED, HIDDEN: 0.05},
+            behind=True,
+        ),
+        Point(180_000, 96, 3, 0.0, 800, 3e-3, 16, 2.3, decoder(96, 128), behind=True),
     ),
     "classify": (
-        Point(90, 64, 1, 0.3, 100, 2e-3, 16, more={**encoder(), **WORDS, **AVERAGED}),
-        Point(1_800, 128, 1, 0.5, 600, 1e-3, 32, more={**encoder(), **WORDS}),
-        Point(18_000, 64, 1, 0.3, 2000, 2e-3, 64, more={**encoder(), **WORDS}),
+        Point(90, 64, 1, 0.3, 100, 2e-3, 32, more={**BAG, HIDDEN: 0.3, **SMOOTH}, checks=1),
+        Point(1_800, 64, 1, 0.3, 500, 5e-4, 64, more={**BAG, HIDDEN: 0.5}),
+        Point(18_000, 64, 1, 0.3, 3000, 1e-3, 64, more={**encoder(**FLAT), **PIECES}, behind=True),
     ),
     "regress": (Point(1_350, 64, 2, 0.0, 400, 2e-3, 32, more=encoder(**{"train.standardise": True})),),
-    "tag": (Point(720, 128, 1, 0.3, 600, 2e-3, 32, more=WORDS),),
+    "tag": (Point(720, 128, 2, 0.3, 500, 2e-3, 32, more=TAGS, behind=True),),
 }
 
 
@@ -90,6 +113,8 @@ def fitted(
         return recipe, ""
     if task in ("classify", "regress") and any(row.pair is not None for row in rows):
         return recipe, ""
+    if recipe.data.packing != "stream":
+        return recipe, ""
     amount, unit = (corpus.size, "bytes of text") if task == "lm" else (len(rows), "rows")
     apart = [abs(math.log(max(amount, 1) / point.amount)) for point in points]
     if min(apart) > math.log(FAR):
@@ -97,12 +122,13 @@ def fitted(
     point, steps = points[apart.index(min(apart))], round(between(amount, points, [p.steps for p in points]))
     settings = point.settings()
     if not given & {"train.steps", "train.epochs"}:
-        every = max(1, steps // CHECKS)
+        every = max(1, steps // point.checks)
         settings |= {"train.steps": steps, "train.validate_every": every, "train.patience": PATIENCE}
-    tokens = any(name.startswith("tokens.") for name in given)  # its kind and size belong together
+    if any(name.startswith("tokens.") for name in given):  # tokens, and which are hidden, go together
+        settings = {name: settings[name] for name in settings if not name.startswith(("tokens.", HIDDEN))}
     for name, value in settings.items():
         section, key = name.split(".")
-        if name not in given and not (tokens and section == "tokens"):
+        if name not in given:
             recipe = recipe.replace(section, **{key: value})
     many = f"{point.layers} layer{'s' * (point.layers > 1)} of width {point.width}, dropout {point.dropout}"
     line = f"by the data, {amount:,} {unit}: {many}, rate {recipe.train.lr:g}"
@@ -110,6 +136,9 @@ def fitted(
     known = [point.bits for point in points if point.bits is not None]
     if len(known) == len(points):
         line += f"; expect about {between(amount, points, known):.1f} bits a byte"
+    if point.behind:
+        simple = "an n-gram model" if task == "lm" else "a linear model"
+        line += f"; {simple} was better on our file of this size: compare by clearhead eval"
     return recipe, line
 
 
