@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 import clearhead as ch
 from clearhead.core.masks import View
 from clearhead.core.taps import SILENT
 from clearhead.hub.registry import ARCHITECTURES
+from clearhead.inside.checks import checks_for
 from clearhead.inside.checks.rows import some_batch
 from clearhead.learn.losses import batch_loss
 from clearhead.learn.parallel.division import MeshSizes, refusal
@@ -21,10 +23,12 @@ from clearhead.run.serve.adapters import updates_of
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.sequence import ServeOptions
+from clearhead.variants.contexts import attending
 from clearhead.variants.routing import LEVELLED, Experts
 from tests.harness import GROUPED_EXPERTS, LATENT, build, config, in_pieces, some_ids, worst
 from tests.serve import mixes
 
+INDEX = "index_heads=8, index_width=6"
 OWN = {**LATENT, **GROUPED_EXPERTS, "norm": "rmsnorm"}
 
 
@@ -52,6 +56,44 @@ def test_the_absorbed_form_is_the_naive_one(queries, bits, monkeypatch):
         assert worst(*found) <= 1e-5
         monkeypatch.undo()
         assert attention._absorbs(1, 50) and not attention._absorbs(50, 50)
+
+
+@pytest.mark.ledger("W1")
+@torch.no_grad()
+def test_an_indexer_chooses_keys_and_all_of_them_are_full_attention(byte_tokenizer):
+    """top >= length is full attention to the bit; below it, pieces, a server and the formula agree."""
+    ids = some_ids(2, 12)
+    wide = build(**{**LATENT, "attention": f"latent(5, query_rank=7, top=12, {INDEX})"})
+    plain = build(**{**LATENT, "attention": "latent(5, query_rank=7)"})
+    plain.load_state_dict({name: x for name, x in wide.state_dict().items() if ".index_" not in name})
+    assert torch.equal(wide(ids).logits, plain(ids).logits)
+    few = {**LATENT, "attention": (f"latent(5, query_rank=7, top=3, {INDEX})",)}
+    model, shape = build(**few), config(**few)
+    assert worst(model(ids).logits, wide(ids).logits) > 0.01
+    assert worst(in_pieces(model, ids, [5, 1, 1, 3, 2], ch.Cache()), model(ids).logits) <= 1e-5
+    formula = next(row for row in checks_for(model) if "float64" in row.name or "float64" in row.compared)
+    assert formula.run() <= 1e-5
+    cache, cost = ch.Cache(12), ch.cost(shape, 12, batch=2)
+    model(ids, cache=cache)
+    assert cache.nbytes == cost.memory.kv_cache == 2 * 2 * 12 * (5 + 2 + 6) * 4
+    assert cost.parameters.total == sum(weight.numel() for weight in model.parameters())
+    with attending(model, "eager"), FlopCounterMode(display=False) as counted:
+        attended = model(ids)
+    assert attended.logits.isfinite().all()
+    assert counted.get_total_flops() == cost.flops.forward.total
+    m = mixes.model("latent", byte_tokenizer, **few)
+    engine, prompt = ServeEngine(m, Limits(block=8)), list(range(20, 60))
+    seqs = [engine.submit(prompt[start:], {"max_new_tokens": 20}) for start in (0, 9)]
+    while engine.busy:
+        engine.step()
+    assert [seq.wait(0).ids for seq in seqs] == [m.generate(prompt[start:], 20).ids for start in (0, 9)]
+    for refused in ({"cache": "int8"}, {"early_exit": 0.5}):
+        with pytest.raises(ch.InputError, match="indexer"):
+            m.generate(prompt, 3, **refused)
+    with pytest.raises(ch.InputError, match="indexer"):
+        ServeEngine(m, Limits(block=8, cache="int8"))
+    with pytest.raises(ch.ConfigError, match="set query_rank"):
+        config(**{**LATENT, "attention": "latent(5, top=3)"})
 
 
 @pytest.mark.ledger("W1", "M5")

@@ -43,6 +43,7 @@ KNOWN_AS = {
     "llada": "LLaDA (masked diffusion)",
     "deepseek_v2": "DeepSeek-V2",
     "deepseek_v3": "DeepSeek-V3, R1",
+    "deepseek_v32": "DeepSeek-V3.2",
     "glm4_moe_lite": "GLM-4-MoE-Lite (GLM-4.7-Flash)",
     "glm4_moe": "GLM-4-MoE (GLM-4.5 to 4.7)",
     "gpt_oss": "gpt-oss",

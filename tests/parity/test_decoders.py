@@ -50,6 +50,7 @@ LATENT = {
 }
 LATENT_ODD = dict(LATENT, hidden_size=40, intermediate_size=36, num_attention_heads=5, num_key_value_heads=5)
 GROUPS = {"n_group": 3, "topk_group": 2}
+INDEX = {"index_topk": 5, "index_n_heads": 16, "index_head_dim": 10}
 MSCALE = dict(YARN, mscale=1.3, mscale_all_dim=0.7)
 FALCON = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
@@ -221,6 +222,14 @@ CASES = {
             **dict(LATENT, n_routed_experts=16, n_group=8, topk_group=4, num_experts_per_tok=7),
             **{"first_k_dense_replace": 2, "rms_norm_eps": 1e-3, "rope_scaling": dict(YARN, mscale=0.5)},
         },
+    },
+    "DeepseekV32": {  # with few heads of the indexer, many scores are 0 at once: ties
+        "groups": dict(LATENT | GROUPS | INDEX, first_k_dense_replace=1),
+        "every other, biases, yarn": {
+            **dict(LATENT | INDEX, attention_bias=True, rope_scaling=MSCALE, n_group=1, topk_group=1),
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+        },
+        "all keys": dict(LATENT | GROUPS | INDEX, index_topk=99),
     },
     "Glm4MoeLite": {
         "first dense": dict(LATENT, rms_norm_eps=1e-3),

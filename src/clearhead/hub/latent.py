@@ -47,7 +47,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def latents(rank: int, query_rank: int, own: int, rotary: int, value: int) -> ConfigPart:
+def latents(
+    rank: int, query_rank: int, own: int, rotary: int, value: int, indexed: bool = False
+) -> ConfigPart:
     """Return the part for the ranks of latents, the widths of a head, and rotation.
 
     Args:
@@ -56,6 +58,7 @@ def latents(rank: int, query_rank: int, own: int, rotary: int, value: int) -> Co
         own: qk_nope_head_dim, the same.
         rotary: qk_rope_head_dim, the same.
         value: v_head_dim, the same.
+        indexed: an indexer chooses the keys of each query, as in DeepSeek-V3.2.
     """
     sizes = {"kv_lora_rank": rank, "qk_nope_head_dim": own, "qk_rope_head_dim": rotary, "v_head_dim": value}
     parts = {key: field(key, key, usual, least=1) for key, usual in sizes.items()}
@@ -73,7 +76,7 @@ def latents(rank: int, query_rank: int, own: int, rotary: int, value: int) -> Co
         return {
             **turns,
             "rope_fraction": _share(rotary, own + rotary),
-            "attention": str(Latent(kept, low or 0)),
+            "attention": str(Latent(kept, low or 0, **(_read_index(theirs) if indexed else {}))),
             "d_head": own + rotary,
             "d_value": value,
             "attention_scale": (own + rotary) ** -0.5 * _sharper(theirs, turns["rope_scaling"]),
@@ -81,8 +84,10 @@ def latents(rank: int, query_rank: int, own: int, rotary: int, value: int) -> Co
 
     def write(config: ModelConfig) -> Json:
         (kind,) = set(config.main.kinds)
-        assert isinstance(kind, Latent)
+        assert isinstance(kind, Latent) and indexed == bool(kind.top)
+        index = {key: getattr(kind, ours) for key, (ours, _) in INDEX.items()} if indexed else {}
         return {
+            **index,
             **rotation.write(config),
             **{"kv_lora_rank": kind.rank, "q_lora_rank": kind.query_rank or None},
             "qk_nope_head_dim": config.main.d_head - config.main.d_rotary,
@@ -92,6 +97,20 @@ def latents(rank: int, query_rank: int, own: int, rotary: int, value: int) -> Co
         }
 
     return ConfigPart(read, write)
+
+
+INDEX = {
+    "index_topk": ("top", 2048),
+    "index_n_heads": ("index_heads", 64),
+    "index_head_dim": ("index_width", 128),
+}
+
+
+def _read_index(theirs: Json) -> Json:
+    values: Json = {}
+    for key, (name, usual) in INDEX.items():
+        values |= field(key, name, usual, least=1).read(theirs)
+    return values
 
 
 def _share(part: int, whole: int) -> float:
@@ -290,6 +309,46 @@ GLM4_MOE_LITE = llama_like(
     NEXTN,
     rules=RULES,
     aliases={"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim", **ALIASES},
+    mtp=AFTER,
+)
+
+# DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer.
+
+FIRST_DENSE = first_dense(3)
+
+
+def _read_dense(theirs: Json) -> Json:
+    if not theirs.get("mlp_layer_types"):
+        return FIRST_DENSE.read(theirs)
+    return _read_layer_types({**theirs, "first_k_dense_replace": None})  # which counts without them alone
+
+
+def _write_dense(config: ModelConfig) -> Json:
+    first = not config.n_experts or config.dense_layers == tuple(range(len(config.dense_layers)))
+    return {**_write_layer_types(config), **(FIRST_DENSE.write(config) if first else {})}
+
+
+DEEPSEEK_V32 = llama_like(
+    "deepseek_v32",
+    classes("DeepseekV32", sequence=False, token=False),
+    *shape(d_ff=18432, vocab_size=129280, d_model=7168, n_layers=61, n_heads=128, max_positions=163840),
+    *ATTENTION_BIAS,
+    latents(512, 1536, own=128, rotary=64, value=128, indexed=True),
+    fixed({"rope_layout": "interleaved"}, only={"rope_interleave": True}),
+    mixture(
+        ConfigPart(_read_dense, _write_dense),
+        *routed("sigmoid_topk", 256, 8, 2048, shared=1, scale=2.5, groups=(8, 4)),
+        NORMED,
+        *SIGMOID,
+    ),
+    NEXTN,
+    rules=(
+        *RULES,
+        *same({f"{THEIRS}.indexer.wq_b": f"{OURS}.index_q", f"{THEIRS}.indexer.wk": f"{OURS}.index_k"}),
+        *same({f"{THEIRS}.indexer.k_norm": f"{OURS}.index_norm"}),
+        *same({f"{THEIRS}.indexer.weights_proj": f"{OURS}.index_weights"}),
+    ),
+    aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts", **ALIASES},
     mtp=AFTER,
 )
 

@@ -378,6 +378,8 @@ def _check(model: Transformer, cache: bool) -> None:
     for spec in model.config.stacks:
         formula = next((kind for kind in spec.kinds if kind.stateful and kind.name != "low-rank"), None)
         refuse(formula, f"attention {formula} goes by chunks, and a graph of any length cannot: {way_out}")
+        indexed = next((kind for kind in spec.kinds if getattr(kind, "top", 0)), None)
+        refuse(indexed, f"attention {indexed} has an indexer, of which there is no graph: {way_out}")
         chosen = next((kind for kind in spec.kinds if kind != FULL and spec is not model.main.spec), None)
         refuse(chosen, f"attention {chosen} in an encoder before a decoder has no graph: {way_out}")
         routed = any(share < 1 for share in spec.capacities)

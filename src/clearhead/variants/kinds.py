@@ -482,14 +482,17 @@ class Latent(Kind):
     shares = False
     rank: int = 64  # width of the latent of keys and values
     query_rank: int = 0  # width of the latent of queries; 0: they are made of the token itself
+    top: int = 0  # an indexer chooses so many keys for each query (sparse attention); 0: there is none
+    index_heads: int = 64  # of the indexer
+    index_width: int = 128  # of a head of the indexer, and of the key that it makes of a token
 
     def sees_all(self, length: int) -> bool:
-        """Return True."""
+        """Return True: the indexer chooses among all keys."""
         return True
 
     def kept(self, spec: StackSpec, attention: str) -> tuple[int, int, int]:
-        """Return one head: the shared key, and the latent in place of a value."""
-        return 1, spec.d_rotary, self.rank
+        """Return one head: the shared key, with that of the indexer, and the latent in place of a value."""
+        return 1, spec.d_rotary + (self.index_width if self.top else 0), self.rank
 
     def mistakes(self, config: Fields, stack: StackSpec, layer: int) -> Iterator[str]:
         """Yield what is wrong; see `Kind`."""
@@ -502,6 +505,10 @@ class Latent(Kind):
             yield f"{name} makes keys for each of {stack.n_heads} heads: leave n_kv_heads out"
         if config.qk_norm != "none":
             yield f"{name} has norms on its latents: leave qk_norm {config.qk_norm} out"
+        if self.top and not self.query_rank:
+            yield f"{name} has an indexer that reads the latent of queries: set query_rank"
+        if self.top and self.index_width < stack.d_rotary:
+            yield f"{name} {rotates}, and the indexer's index_width must be as wide at least"
 
 
 def block_length(spec: StackSpec) -> int | None:

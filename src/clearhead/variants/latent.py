@@ -10,11 +10,20 @@ same numbers. The naive form makes keys and values of every latent, as above. Th
 the queries, (W_kᵀ q) · c = q · (W_k c), and W_v behind the sum of latents: one head of keys and values serves
 all queries. It is cheaper where few queries meet many latents that a cache has kept, as in each decode step.
 
+With an indexer (DeepSeek-V3.2), each query attends to the keys that score best by small heads of their own:
+
+    score = Σ_h g_h · relu(q_h · k) / sqrt(I · H')
+    q made of the latent of queries, k = layernorm(W_i x), g = W_g x
+
+The keys k are cached beside the shared columns. The others are masked; where there are no
+more keys than that, this is full attention. The indexer has no gradient: training leaves it as it is.
+
 Shapes: B batch, T query length, S key length, D model, H heads, E head width, Ev width of a value head,
-R columns of a head that rotate, C rank of the latent.
+R columns of a head that rotate, C rank of the latent, I width of the indexer, H' its heads.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -25,7 +34,7 @@ from clearhead.core.attention import Attention
 from clearhead.core.cache import LayerKV
 from clearhead.core.config import NormSpec, StackSpec
 from clearhead.core.config.kinds import Kind
-from clearhead.core.norms import RMSNorm
+from clearhead.core.norms import LayerNorm, RMSNorm
 from clearhead.core.taps import SILENT, Tap
 from clearhead.errors import refuse
 from clearhead.variants.kinds import Latent
@@ -51,6 +60,14 @@ class LatentAttention(Attention):
         self.q = nn.Linear(low or D, H * self.d_head, bias=False)
         self.k = nn.Linear(C, H * self.d_own, bias=False)
         self.v = nn.Linear(C, H * self.d_value, bias=False)
+        self.top, self.index_heads = kind.top, kind.index_heads
+        if kind.top:
+            self.index_q = nn.Linear(low, kind.index_heads * kind.index_width, bias=False)
+            self.index_k = nn.Linear(D, kind.index_width, bias=False)
+            self.index_norm = LayerNorm(kind.index_width, EPS, bias=True, unit_offset=False)
+            self.index_weights = nn.Linear(D, kind.index_heads, bias=False)
+            for part in (self.index_q, self.index_k, self.index_norm, self.index_weights):
+                part.requires_grad_(False)
 
     def forward(
         self,
@@ -61,7 +78,8 @@ class LatentAttention(Attention):
         tap: Tap = SILENT,
     ) -> Tensor:
         """Map [B, T, D] -> [B, T, D]."""
-        q, k, v = self.project(x, x, tap)
+        low = self.low(x, tap)
+        q, k, v = self.project(x, x, tap, low)
         q = self.split("q", q, self.n_heads, None, tap)  # B H T E
         k, latent = k[:, None], v[:, None]  # B 1 T R, B 1 T C
         if view.rotary is not None:
@@ -69,25 +87,79 @@ class LatentAttention(Attention):
             turned = positions.rotate(turned, view.rotary, self.layout)
             q = tap.step("q_rotated", torch.cat([own, turned], -1))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
-        z = view.attended(self.attend, tap("q", q), k, latent, layer_kv, tap, x)  # B H T Ev
+        asked = x
+        if self.top:
+            asked, key = self.index(x, low, view)
+            k = torch.cat([k, key], -1)  # B 1 T R+I
+        z = view.attended(self.attend, tap("q", q), k, latent, layer_kv, tap, asked)  # B H T Ev
         return self.output(z, x, tap)
 
-    def project(self, x: Tensor, source: Tensor, tap: Tap = SILENT) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x [B, T, D] to queries [B, T, H·E], the shared key [B, T, R] and the latent [B, T, C]."""
-        low = x
-        if self.q_down is not None and self.q_down_norm is not None:
-            low = tap.step("q_down_norm", self.q_down_norm(tap.step("q_down", self.q_down(x))))
-        q = tap.step("q", self.q(low))
+    @torch.no_grad()
+    def index(self, x: Tensor, low: Tensor, view: masks.View) -> tuple[Tensor, Tensor]:
+        """Return the queries of the indexer with the weights of its heads, [B, T, H'·I+H'], and its keys."""
+        q = self.index_q(low).unflatten(-1, (self.index_heads, -1)).transpose(1, 2)  # B H' T I
+        k = self.index_norm(self.index_k(x))[:, None]  # B 1 T I
+        if (rotary := view.rotary) is not None:
+            if self.layout == "interleaved":  # the indexer pairs halves, whatever the heads do
+                rotary = positions.Rotary(*(torch.cat([x[..., ::2]] * 2, -1) for x in rotary))
+            q, k = (positions.rotate(part, rotary, "half") for part in (q, k))
+        return torch.cat([q.transpose(1, 2).flatten(2), self.index_weights(x)], -1), k
+
+    @torch.no_grad()
+    def chosen(self, asked: Tensor, keys: Tensor, view: masks.View) -> masks.View:
+        """Return the view in which each query sees the keys [B, 1, S, I] that score best for it alone."""
+        T, (S, width) = asked.shape[1], keys.shape[2:]
+        if self.top >= S:
+            return view
+        q, weights = asked[..., : -self.index_heads], asked[..., -self.index_heads :]
+        q = q.reshape(*q.shape[:2], self.index_heads, -1).transpose(1, 2)
+        each = (q.float() @ keys.float().mT * width**-0.5).relu()  # B H' T S
+        weights = weights.float() * self.index_heads**-0.5
+        scores = (weights[:, :, None] @ each.transpose(1, 2))[:, :, 0]  # B T S
+        view = view.spelled_out()
+        mask = view.mask
+        if view.causal:
+            mask = torch.ones(T, S, dtype=torch.bool, device=scores.device).tril()[None, None]
+        scores = scores if mask is None else scores.masked_fill(~mask[:, 0], float("-inf"))
+        # Of equal scores the first count, however many queries come at a time.
+        best = scores.argsort(dim=-1, descending=True, stable=True)[..., : self.top]
+        seen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)[:, None]
+        return replace(view, mask=seen if mask is None else seen & mask, causal=False)
+
+    def low(self, x: Tensor, tap: Tap) -> Tensor:
+        """Return what queries are made of: a latent of x [B, T, D], or x itself."""
+        if self.q_down is None or self.q_down_norm is None:
+            return x
+        return tap.step("q_down_norm", self.q_down_norm(tap.step("q_down", self.q_down(x))))
+
+    def project(
+        self, x: Tensor, source: Tensor, tap: Tap = SILENT, low: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x [B, T, D] to queries [B, T, H·E], the shared key [B, T, R] and the latent [B, T, C].
+
+        `low`: what queries are made of, where it is known already.
+        """
+        q = tap.step("q", self.q(self.low(x, tap) if low is None else low))
         latent = tap.step("kv_down_norm", self.kv_down_norm(tap.step("kv_down", self.kv_down(source))))
         return q, tap.step("k_shared", self.k_shared(source)), latent
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, view: masks.View, layer_kv: LayerKV | None, tap: Tap, x: Tensor
     ) -> Tensor:
-        """Attend with queries [B, H, T, E] to shared keys [B, 1, S, R] and latents [B, 1, S, C]."""
-        made = None
+        """Attend with queries [B, H, T, E] to shared keys [B, 1, S, R] and latents [B, 1, S, C].
+
+        With an indexer, the keys are [B, 1, S, R+I], and `x` is what it asks with.
+        """
+        made, new = None, k
+        if layer_kv is not None:
+            k, latents = layer_kv.update(k, v)
+        else:
+            latents = v
+        if self.top:
+            view = self.chosen(x, k[..., self.d_rotary :], view)
+            new, k = new[..., : self.d_rotary], k[..., : self.d_rotary]
         if tap.wants("k", "v"):  # of the new tokens, as in other kinds of attention
-            keys, values = self.made(k, v)
+            keys, values = self.made(new, v)
             made = tap("k", keys.clone()), tap("v", values.clone())
             refuse(
                 layer_kv is not None and not (torch.equal(made[0], keys) and torch.equal(made[1], values)),
@@ -95,7 +167,7 @@ class LatentAttention(Attention):
                 "edit a pass without a cache",
             )
         if layer_kv is not None:
-            made, (k, v) = None, layer_kv.update(k, v)
+            made, v = None, latents
         if made is None and self._absorbs(q.shape[2], k.shape[2]):
             own, turned = self._parts(q)
             q = torch.cat([own @ self._weight(self.k), turned], -1)  # B H T C+R
@@ -156,6 +228,16 @@ class LatentAttention(Attention):
         yield norm_step(f"{name}.kv_down_norm", norm, run, rows, C)
         yield Step(f"{name}.latent", "attention", kept=rows * C * size)
         yield linear_step(f"{name}.k_shared", "attention", rows, D, R, spec.key_bias, kept=copied)
+        if kind.top:
+            width, heads = kind.index_width, kind.index_heads
+            for part, read_from, out in (("q", low, heads * width), ("k", D, width), ("weights", D, heads)):
+                step = linear_step(f"{name}.index_{part}", "attention", rows, read_from, out, False)
+                yield replace(step, gradients=0)
+            yield Step(f"{name}.index_norm", "norms", 2 * width)
+            if kind.top < T:
+                scores = Step(f"{name}.index_scores", "attention", m=heads * T, n=T, k=width, count=run.batch)
+                yield replace(scores, gradients=0)
+                yield Step(f"{name}.index_sum", "attention", m=1, n=T, k=heads, count=rows, gradients=0)
         for step in attention_steps(spec, run, name, T, T, kind, "attention"):
             part = step.name.removeprefix(f"{name}.")
             if part in read:

@@ -27,6 +27,7 @@ from clearhead.inside.checks.reference_inputs import (
     pairs,
     slope,
 )
+from clearhead.inside.checks.reference_latent import indexed, latent_projections
 from clearhead.variants.kinds import (
     BlockCausal,
     Blocks,
@@ -127,28 +128,6 @@ def mixtures(
     real, positions = torch.tensor(row.real)[:, None], row.positions
     by_key, by_value = (inputs.weight(f"{name}.{part}_mix")[positions] * real for part in ("k", "v"))
     return by_key.T @ k, by_value.T @ v
-
-
-def latent_projections(
-    inputs: ReferenceInputs, name: str, row: ReferenceRow, kind: Latent, x: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values of all heads, made of latents of a row [T, D]: [T, H·E], [T, H·V]."""
-
-    def down(part: str) -> Tensor:
-        low = inputs.linear(f"{name}.{part}_down", x)
-        return (
-            low
-            / ((low**2).mean(1, keepdim=True) + 1e-6) ** 0.5
-            * inputs.weight(f"{name}.{part}_down_norm.weight")
-        )
-
-    latent, shared = down("kv"), inputs.linear(f"{name}.k_shared", x)
-    own, keys = inputs.linear(f"{name}.k", latent), []
-    width = row.plan.d_head - shared.shape[1]
-    for start in range(0, own.shape[1], width):
-        keys += [own[:, start : start + width], shared]
-    q = inputs.linear(f"{name}.q", down("q") if kind.query_rank else x)
-    return q, torch.cat(keys, 1), inputs.linear(f"{name}.v", latent)
 
 
 def delta_rule(
@@ -421,6 +400,8 @@ class Reference(ReferenceInputs):
         if config.qk_norm == "full":
             q, k = self.norm(f"{name}.q_norm", q), self.norm(f"{name}.k_norm", k)
         seen, z = self.seen(row, keys, plan.causal and not cross, kind if kind.masked else FULL), []
+        if isinstance(kind, Latent) and kind.top:
+            seen = indexed(self, name, row, kind, x, seen)
         repeated = self.log_times(row, keys, kind) if isinstance(kind, Blocks) and kind.repeat else 0.0
         heads = plan.heads_of(f"{plan.prefix}blocks.{layer}.{'cross' if cross else 'attention'}")
         for number, head in enumerate(heads):

@@ -207,9 +207,12 @@ class ReferenceInputs:
         padded = torch.nn.functional.pad(x, (0, 0, width // 2, width // 2))
         return torch.einsum("oik,tik->to", kernel, padded.unfold(0, width, stride)) + bias
 
-    def rotated(self, x: Tensor, row: ReferenceRow, window: int | None) -> Tensor:
+    def rotated(self, x: Tensor, row: ReferenceRow, window: int | None, layout: str | None = None) -> Tensor:
         """Rotate one head's queries or keys [T, E] by pairs, by an angle that grows with the position."""
-        R, half = int(row.plan.d_head * self.config.rope_fraction), self.config.rope_layout == "half"
+        R, half = (
+            int(row.plan.d_head * self.config.rope_fraction),
+            (layout or self.config.rope_layout) == "half",
+        )
         speeds = {length: _speeds(R, length, self.config, window) for length in set(row.lengths)}
         first = torch.arange(R // 2) if half else torch.arange(0, R, 2)
         second = first + (R // 2 if half else 1)

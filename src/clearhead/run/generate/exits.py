@@ -22,6 +22,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.run.generate.request import Request
 from clearhead.run.kernels.parts import like
+from clearhead.run.quant.cache import check_no_indexer
 
 
 def stop_at(model: Transformer, state: Tensor) -> Tensor:
@@ -112,6 +113,7 @@ def check_exit(model: Transformer, request: Request) -> None:
         f"early_exit with depth_capacity {model.config.depth_capacity}, whose routers skip layers already: "
         "leave it out",
     )
+    check_no_indexer(model.config, "early_exit")
     refuse(
         model.config.main.carries,
         "early_exit stops before layers that read earlier ones (input_skips, mirror_skips, value_residual, "

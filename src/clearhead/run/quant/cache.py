@@ -68,7 +68,14 @@ def int8_cache(config: ModelConfig, reserve: int) -> Cache:
         'cache "int8" with layers that take some tokens alone (depth_capacity): their keys lie otherwise, '
         "so leave cache out",
     )
+    check_no_indexer(config, 'cache "int8"')
     return Cache(reserve, Int8KV)
+
+
+def check_no_indexer(config: ModelConfig, option: str) -> None:
+    """Refuse what would change the keys by which an indexer chooses (`Latent`)."""
+    chooses = any(getattr(kind, "top", 0) for kind in config.main.kinds)
+    refuse(chooses, f"{option} with an indexer, whose keys lie in the same cache: leave it out")
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:

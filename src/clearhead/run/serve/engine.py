@@ -31,6 +31,7 @@ from clearhead.learn.tasks.reading import fitting
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.sequence import verify
+from clearhead.run.quant.cache import check_no_indexer
 from clearhead.run.serve import limits as limiting
 from clearhead.run.serve.adapters import Adapter, Updates
 from clearhead.run.serve.kv_cache import ALL
@@ -78,6 +79,8 @@ class ServeEngine:
             ("a draft model", draft),
         ):
             refuse(self.split and value, f"{name}: not possible with {WHOLE}")
+        if self.limits.cache:
+            check_no_indexer(m.config, f'cache "{self.limits.cache}"')
         # A model of speech takes no steps: it reads windows of sound, one request at a time.
         self.hears = m.config.input == "frames"
         # A diffusion model computes each request by itself, a denoising step at a time.
