@@ -21,9 +21,13 @@ from clearhead.app.explorer.session import KEPT, Opened, Session, named_roles
 from clearhead.app.explorer.views import begin
 from clearhead.app.views import page_view as view
 from clearhead.errors import InputError
+from clearhead.hub.tokens.text import labels
 from clearhead.inside.attention import attention
 from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.heads import MIXED, head_roles
+from clearhead.learn.tasks.generation import asked_for
+from clearhead.run.generate.diffusion import Denoiser
+from clearhead.run.generate.sequence import Prompts, Sampler
 from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
 from tests.harness import build
 from tests.llava import directory, tiled_directory
@@ -111,6 +115,34 @@ def test_live_views_are_recorded_views(family):
                 assert got == expected, rest
             compared += 1
         assert compared >= 10
+
+
+def test_denoising_is_that_of_the_denoiser(server, run):
+    """Each step's positions, tokens and probabilities, block by block; a file has them too."""
+    m, text = toy("diffusion"), "The king"
+    asked = {"max_new_tokens": 10, "temperature": 0.0, "denoising_steps": 2}
+    request, texts, ends = asked_for(m, [text], asked)
+    with torch.inference_mode():
+        (row,) = Sampler(m.model, request, ends).begin(Prompts(texts))
+        steps = list(Denoiser(m.engine.runner(), request, row, m.mask_id).steps())
+    assert row.ids == m.generate(text, **asked).ids and len(steps) > 4
+    with serving(Opened("diffusion", lambda: toy("diffusion"))) as served:
+        while served.session.models[0].m is None:
+            pass
+        assert served.json("model")["denoises"] and not server.json("model")["denoises"]
+        own = f"/inside/run/{served.json('run', {'text': text})['run']}/denoising"
+        body = served.json(f"{own[8:]}?tokens=10&steps=2")
+        as_it_opens = served.json(own[8:])
+        assert served.ask(f"{own}?tokens=300")[0] == served.ask(f"{own}?steps=0")[0] == 400
+    assert body["start"] == len(texts[0]) and body["tokens"] == 10
+    named = [list(labels(m.tokenizer, step.tokens)) for step in steps]
+    assert [step.pop("labels") for step in body["steps"]] == named
+    assert body["steps"] == [step._asdict() for step in steps]
+    written = [pair for step in body["steps"] for pair in zip(step["positions"], step["tokens"])]
+    assert [token for _, token in sorted(written)] == row.ids
+    assert record(m, "diffusion", text)["views"]["run/recorded/denoising"] == as_it_opens
+    status, _, answer = server.ask(f"/inside/run/{run}/denoising")
+    assert status == 400 and b"diffusion models" in answer
 
 
 def test_good_answers(server, run):

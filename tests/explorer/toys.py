@@ -80,6 +80,12 @@ TOYS: dict[str, tuple[tuple[str, str] | None, int, tuple[str, ...], dict[str, An
     "classifier": (("bpe", "classify"), 4, ("good", "bad", "neither"), CLASSES),
     "tagger": (("bpe", "classify"), 9, ("O", "B-PLACE", "I-PLACE"), {**CLASSES, "head": "tagger"}),
     "vectors": (("bpe", "classify"), 8, (), {**ENCODER, "head": "none"}),
+    "diffusion": (
+        ("bpe", "diffusion"),
+        10,
+        (),
+        {**ENCODER, "head": "lm", "attention": "block-causal(4)"},
+    ),
     "vit": (None, 5, ("cat", "dog", "bird", "fish"), {**CLASSES, **IMAGE, "n_classes": 4}),
 }
 
@@ -93,6 +99,8 @@ def toy(family: str) -> ch.Model:
     if tokenizer is not None and family == "encoder-decoder":
         special = {"bos": tokenizer.token_to_id("<s>"), "eos": tokenizer.token_to_id("</s>")}
         special["decoder_start"] = special["bos"]
+    if tokenizer is not None and family == "diffusion":
+        special = {"mask": tokenizer.token_to_id("<|mask|>")}
     return _loaded(tokenizer, seed, special, labels, **config)
 
 

@@ -80,7 +80,9 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
     },
     "use": {
-        "generate": Command("continue a text", "commands.use:generate"),
+        "generate": Command(
+            "continue a text", "commands.use:generate", page={"denoising": "denoising:denoising"}
+        ),
         "chat": Command("talk with a model in the terminal", "commands.chat:chat"),
         "translate": Command("translate a text, with an encoder-decoder", "commands.use:translate"),
         "transcribe": Command("transcribe a sound file (speech recognition)", "commands.speech:transcribe"),

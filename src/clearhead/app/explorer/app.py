@@ -34,6 +34,7 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 ASIDE = (
+    "denoising",
     "looks/",
     "trace",
     "neurons",

@@ -33,6 +33,7 @@ from clearhead.inside.features.dictionary import Dictionary
 from clearhead.inside.interventions import single_parts
 from clearhead.run.api import Model
 from clearhead.variants.costs import cost
+from clearhead.variants.kinds import denoises
 
 PATTERN_BYTES = 10_000_000  # of all patterns together, before base64
 SMALLEST_SIDE = 16  # cells of a pattern, however many there are
@@ -340,6 +341,7 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
     paths = ["stages", "trace", "lens", *(f"thumbnails/{kind}" for kind in kinds)]
     paths += [f"rollout/{kind}" for kind in kinds if kind != "cross"]
     paths += ["similar"] if run.pair is not None else []
+    paths += ["denoising"] if denoises(run.m.config) and share == 1 else []
     if about["columns"]:
         fit = max(1, LOGIT_BYTES // (4 * share * run.choices.count))
         chosen = [opened.column, about["position"], *reversed(range(len(about["columns"])))]

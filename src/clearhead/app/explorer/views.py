@@ -48,6 +48,7 @@ from clearhead.learn.tasks.images import ImagePrompt, shown_picture
 from clearhead.run.api import Model
 from clearhead.run.quant.layers import quantized_parts
 from clearhead.variants.contexts import Recording, evaluating, tap_names
+from clearhead.variants.kinds import denoises
 
 CELLS = 512 * 512  # of one head's pattern while the page is live
 THUMBNAIL = 32  # cells a side
@@ -150,6 +151,7 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
         ],
         "unpatterned": unpatterned(config),
         "graph": _takes_graph(m),
+        "denoises": denoises(config),
     }
 
 

@@ -6,6 +6,7 @@ import { attentionSection } from "./attention.js";
 import { compareSection } from "./bench.js";
 import { costSection } from "./cost.js";
 import { el, replace, roving } from "./dom.js";
+import { denoiseSection } from "./denoise.js";
 import { drawersSection } from "./drawers.js";
 import { flowSection } from "./flow.js";
 import { glossed, mountGlossary } from "./glossary.js";
@@ -27,7 +28,7 @@ import { startTour } from "./tour.js";
 import { worthSection } from "./ablation.js";
 
 const STAYS = [inputSection, answerSection]; // at the left, in place
-const VIEWS = [ribbonSection, similarSection, pathSection, worthSection, playSection, graphSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time
+const VIEWS = [ribbonSection, similarSection, denoiseSection, pathSection, worthSection, playSection, graphSection, attentionSection, headSection, lensSection, nextSection, ablateSection, compareSection, drawersSection, flowSection, costSection]; // at the right, one at a time
 
 const byId = (id) => document.getElementById(id);
 
