@@ -12,6 +12,7 @@ from PIL import Image
 
 import clearhead as ch
 from clearhead.app.explorer.findings import findings
+from clearhead.app.explorer.record import export, record
 from clearhead.app.explorer.session import Opened
 from clearhead.inside.attention import attention
 from clearhead.inside.attribution import looks, paths
@@ -242,3 +243,24 @@ def test_the_path_of_a_repeated_token_runs_through_two_heads(watched, saved, tmp
             assert arc.startswith(f"head {back.part}: ")
             assert float(arc.split()[2]) == pytest.approx(back.value, rel=0.01)
         assert (seen.wrong, file.wrong, tried) == ([], [], [])
+
+
+def test_denoising_appears_step_by_step(offline, tmp_path):
+    """A file of a diffusion model opens on it; each step shows what it keeps, and the masks that are left."""
+    made = record(toy("diffusion"), "diffusion", "The king")
+    body = made["views"]["run/recorded/denoising"]
+    kept = [sorted(zip(step["positions"], step["confidence"])) for step in body["steps"]]
+    seen, tried = offline(export(made, tmp_path / "page.html"))
+    seen.page.locator("#denoising-grid td.fresh").first.wait_for()
+    assert seen.texts("nav a[aria-current]") == ["Denoising"]
+    assert seen.values("#denoising-grid td.fresh") == [p for step in kept for _, p in step]
+    assert seen.page.locator("#denoising-text .masked").count() == 0
+    seen.page.click("#denoising-back")
+    assert seen.page.locator("#denoising-text .masked").count() == len(kept[-1])
+    assert seen.values("#denoising-text .fresh") == [p for _, p in kept[-2]]
+    assert not seen.page.locator("#denoising-grid tbody tr").last.is_visible()
+    seen.page.click("#denoising-next")
+    seen.page.click("#denoising-play")
+    assert seen.texts("#denoising-place") == [f"step 1 of {len(kept)}"]
+    seen.wait("() => document.getElementById('denoising-place').textContent.startsWith('step 2 ')")
+    assert (seen.wrong, tried) == ([], [])

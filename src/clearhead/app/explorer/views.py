@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from clearhead.core.config import ModelConfig
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.tokens.text import decoded, stages
 from clearhead.inside.attention import LayerMap, attention, mean_entropy
@@ -115,6 +116,11 @@ def finite(value: Any) -> Any:
 # A model and a run ------------------------------------------------------------------------------------------
 
 
+def task_of(config: ModelConfig) -> str:
+    """Return what the page asks a model: a diffusion model, as a masked one, what stands at a place."""
+    return "fill" if denoises(config) else TASKS.get(config.head or "", "embed")
+
+
 def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return what the model is, and what the page begins with."""
     config, main = m.config, m.config.main
@@ -123,7 +129,7 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
         **{"name": name, "ready": True, "failed": False, "says": "", "example": example},
         "family": config.family,
         "head": config.head,
-        "task": TASKS.get(config.head or "", "embed"),
+        "task": task_of(config),
         "input": (encoder or main).input,
         "parameters": sum(parameter.numel() for parameter in m.model.parameters()),
         "layers": main.n_layers,
@@ -235,7 +241,7 @@ class PageRun:
 
     def about(self, name: str) -> dict[str, Any]:
         """Return the run itself under this name: its tokens, and where the model is asked."""
-        task = TASKS.get(self.m.config.head or "", "embed")
+        task = task_of(self.m.config)
         ids, mask = self.prepared.tokens.ids, self.m.special.get("mask")
         words = [place for place, mark in enumerate(self.prepared.tokens.special) if not mark]
         column = len(self.prepared.tokens) - 1 if task == "next" else 0
@@ -406,7 +412,7 @@ class PageRun:
         column = find_column(position, self.choices.columns)
         scores = self.scores(column)
         best = scores.topk(min(LISTED, len(scores))).indices.tolist()
-        ids, writes = self.prepared.tokens.ids, self.m.config.head == "lm"
+        ids, writes = self.prepared.tokens.ids, task_of(self.m.config) == "next"
         actual = ids[column + 1] if writes and column + 1 < len(ids) else None
         return {
             "position": column,
