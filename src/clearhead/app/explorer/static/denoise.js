@@ -19,7 +19,7 @@ export const denoiseSection = {
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
-    const choice = (id, label, numbers, chosen) => [el("label", { for: id }, label), el("select", { id, onchange: () => load() }, numbers.map((number) => el("option", { value: number, selected: number === chosen }, number)))];
+    const choice = (id, label, numbers, chosen) => el("div", {}, el("label", { for: id }, label), el("select", { id, onchange: () => load() }, numbers.map((number) => el("option", { value: number, selected: number === chosen }, number))));
     const asked = el("div", { class: "row toolbar", hidden: !app.source.live }, choice("denoising-tokens", "New tokens", DENOISE_TOKENS, 16), choice("denoising-steps", "Steps of each block", DENOISE_STEPS, 8));
     const button = (id, words, onclick, more = {}) => el("button", { type: "button", id, onclick, ...more }, words);
     const back = button("denoising-back", "Previous", () => go(at - 1));
