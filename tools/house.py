@@ -71,7 +71,13 @@ FEATURES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "vision-language": (
         500,
         r"image_encoder|imageprompt|imageencoder|promptvectors|llava|idefics|smolvlm|qwen2_5_vl",
-        ("variants/images.py", "hub/images.py", "hub/vision_language.py", "learn/tasks/images.py"),
+        (
+            "variants/images.py",
+            "hub/images.py",
+            "hub/vision_language.py",
+            "learn/tasks/images.py",
+            "learn/tasks/entries/describe.py",
+        ),
     ),
     "looped depth": (80, r"looped|\bconfig\.loop|\bloop:", ()),
     "GRPO": (
