@@ -72,7 +72,7 @@ class ImagesTable:
         )
         text, image = (self.section(theirs, name) for name in SECTIONS)
         texts, towers = (
-            {one.model_type: one for one in tables.values()} for tables in (self.texts, self.towers)
+            {kind.model_type: kind for kind in tables.values()} for tables in (self.texts, self.towers)
         )
         with reading_config():
             model = texts[text["model_type"]].read(text)

@@ -1,4 +1,4 @@
-"""Fine-tuning of models that read images: what is said of them is learned, as captions or in conversations.
+"""Fine-tuning of models that read images, by captions or conversations.
 
 A row names image files, and has messages, or a prompt and an answer. Image tower and connector stay as they
 are: the vectors of an image are computed once, and the decoder learns, whole or by low-rank updates.
