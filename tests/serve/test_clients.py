@@ -67,7 +67,7 @@ def test_litellm_chats_completes_and_embeds(litellm, given, writer, reader):
     held = litellm.completion(
         "openai/writer", MESSAGES, response_format=form, **asked | {"max_tokens": 60, "temperature": 1.0}
     )
-    assert type(json.loads(held.choices[0].message.content)["a"]) is bool
+    assert json.loads(held.choices[0].message.content) in ({"a": True}, {"a": False})
     biased = litellm.completion("openai/writer", MESSAGES, logit_bias={str(token): 100}, **asked)
     assert biased.choices[0].message.content == "Q" * 12
     found = litellm.embedding("openai/reader", ["a", "b c"], **given)

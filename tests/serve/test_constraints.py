@@ -12,6 +12,7 @@ from clearhead.run.generate import grammar
 from clearhead.run.generate.grammar import check_constraint
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
+from clearhead.run.serve.protocol import closed
 from tests.serve.served import serving
 from tests.serve.test_http import call
 
@@ -21,6 +22,7 @@ PERSON = {
     "required": ["name", "old"],
     "additionalProperties": False,
 }
+OPEN = {name: value for name, value in PERSON.items() if name != "additionalProperties"}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 60, "seed": 1}
 
 
@@ -56,6 +58,15 @@ def test_rows_with_and_without_a_constraint_equal_each_alone(writer):
     [
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}}, None),
         ({"json_schema": PERSON}, None),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "p", "schema": OPEN, "strict": True},
+                }
+            },
+            None,
+        ),
         ({"structured_outputs": {"json": json.dumps(PERSON)}}, None),
         ({"structured_outputs": {"choice": ["red", "dark blue", "a|b (c)"]}}, r"red|dark blue|a\|b \(c\)"),
         ({"structured_outputs": {"regex": "[0-9]{4}"}}, "[0-9]{4}"),
@@ -77,6 +88,31 @@ def test_a_constraint_in_the_words_of_openai_vllm_and_llama_cpp(address, body, w
         assert type(person["old"]) is bool
     if wanted is not None:
         assert re.fullmatch(wanted, text)
+
+
+def test_strict_closes_every_object_that_does_not_say_otherwise():
+    inner = {"type": "object", "properties": {"b": {"type": "array", "items": OPEN}}}
+    free = {"properties": {"c": {}}, "additionalProperties": {"type": "string"}}
+    parts = {"properties": {"d": {}}, "allOf": [{"properties": {"e": {}}}]}
+    schema = {
+        "properties": {"properties": inner, "f": free, "g": parts, "h": {"anyOf": [OPEN, {"type": "null"}]}}
+    }
+    shut = {"additionalProperties": False}
+    assert (
+        closed(schema | {"$defs": {"x": OPEN}})
+        == {
+            "properties": {
+                "properties": {"type": "object", "properties": {"b": {"type": "array", "items": PERSON}}}
+                | shut,
+                "f": free,
+                "g": parts,
+                "h": {"anyOf": [PERSON, {"type": "null"}]},
+            },
+            "$defs": {"x": PERSON},
+        }
+        | shut
+    )
+    assert "additionalProperties" not in schema
 
 
 def test_json_mode_writes_an_object_without_white_space(address):

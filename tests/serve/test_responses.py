@@ -202,7 +202,10 @@ def test_tools_formats_and_options_are_those_of_a_chat():
         ChatBody.model_validate(chat_of(tools=given[:1], tool_choice=allowed)).choice_of_tools()
     stated = {"type": "json_schema", "name": "place", "schema": WEATHER, "strict": True}
     format = chat_of(text={"format": stated})["response_format"]
-    assert format == {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER}}
+    assert format == {
+        "type": "json_schema",
+        "json_schema": {"name": "place", "schema": WEATHER, "strict": True},
+    }
     assert chat_of(text={"format": {"type": "json_object"}})["response_format"] == {"type": "json_object"}
     with pytest.raises(InputError, match=r"text\.format\.schema"):
         chat_of(text={"format": {"type": "json_schema", "name": "x"}})

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from clearhead.errors import ClearheadError, InputError, RequestError, hints_of, refuse, refusing
 from clearhead.hub.tokens.tools import AUTO, MOST_TOOLS, NONE, tools_of
 from clearhead.learn.tasks.generation import ToolChoice
+from clearhead.run.generate.grammar import BESIDE
 from clearhead.run.generate.request import BIAS, CONSTRAINTS, DEFAULTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
@@ -117,8 +118,28 @@ class StreamOptions(FewFields):
     include_obfuscation: Literal[False] | None = None  # events are not padded
 
 
+def closed(schema: Any) -> Any:
+    """Return a JSON schema whose objects take no other properties than they name, unless they say so.
+
+    Objects described in several parts (`allOf`, `anyOf` or `oneOf` beside `properties`) stay as they are.
+    """
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = dict(schema)
+    for name in made.keys() & {"properties", "$defs", "definitions"}:
+        if isinstance(made[name], dict):
+            made[name] = {key: closed(each) for key, each in made[name].items()}
+    if "properties" in made:
+        return made if made.keys() & set(BESIDE) else {"additionalProperties": False, **made}
+    return made | {
+        name: closed(made[name]) for name in made.keys() & {"items", "prefixItems", "anyOf", "oneOf"}
+    }
+
+
 class NamedSchema(FewFields):
-    """A JSON schema in a response format; the answer is held to it, `strict` or not."""
+    """A JSON schema in a response format; with `strict`, objects have the properties it names alone."""
 
     name: str
     description: str | None = None
@@ -220,6 +241,8 @@ class GenerationBody(with_options(Body)):  # type: ignore[misc]
         names = " and ".join(name for name, _ in given)
         refuse(len(given) > 1, f"{names} were given: an answer is held to one of them")
         with refusing("the schema cannot be read"):
+            if openai is not None and openai.json_schema is not None and openai.json_schema.strict:
+                given = [(name, closed(json.loads(v) if isinstance(v, str) else v)) for name, v in given]
             return {name: value if isinstance(value, str) else json.dumps(value) for name, value in given}
 
     def options(self) -> dict[str, Any]:

@@ -346,7 +346,7 @@ class InputBody(with_options(Body, but=("max_tokens",))):  # type: ignore[misc]
             return {"type": stated.type}
         return {
             "type": stated.type,
-            "json_schema": {"name": stated.name or "answer", "schema": stated.given},
+            "json_schema": {"name": stated.name or "answer", "schema": stated.given, "strict": stated.strict},
         }
 
 
