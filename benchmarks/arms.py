@@ -107,7 +107,7 @@ CONTESTS = {
     "multi30k": Contest(
         "translate",
         ("multi30k/train.en.gz", "multi30k/train.de.gz"),
-        {"translate": {}},
+        {"translate": {}, "BPE dropout": {"data.bpe_dropout": "0.1"}},
         ("multi30k/val.en.gz", "multi30k/val.de.gz"),
         ("multi30k/test_2016_flickr.en.gz", "multi30k/test_2016_flickr.de.gz"),
         figure="bleu",

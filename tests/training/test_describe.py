@@ -148,6 +148,7 @@ def test_what_cannot_be_learned_from_is_refused(squares: pathlib.Path, tmp_path:
     for more, words in (
         ({"data.packing": "isolated"}, "data.packing"),
         ({"data.token_dropout": 0.1}, "data.token_dropout"),
+        ({"data.bpe_dropout": 0.1}, "data.bpe_dropout"),
         ({"tokens.kind": "bpe"}, "tokens. is not for describe"),
         ({"model.dropout": 0.1}, "model.dropout"),
         ({"data.max_length": 5}, "within 5 tokens"),

@@ -54,6 +54,7 @@ WRONG = {
     "data.stride=-2": "stride -2 must be 0 or more",
     "data.mask_share=1": "mask_share 1 must lie between 0 and 1",
     "data.token_dropout=1": "token_dropout 1 must lie in [0, 1)",
+    "data.bpe_dropout=1": "bpe_dropout 1 must lie in [0, 1)",
     "data.validation_share=0": "validation_share 0 must lie between 0 and 1",
     "data.batch_size=0": "batch_size 0 must be 1 or more",
     "data.batch_tokens=0": "batch_tokens 0 must be 1 or more",
@@ -237,6 +238,25 @@ def test_hidden_tokens_fit_their_task_and_its_tokens(tmp_path):
     ):
         with pytest.raises(ClearheadError, match=line):
             ch.train(rows[task], out=tmp_path / task, settings={**settings, "data.task": task, **more})
+
+
+def test_skipped_merges_fit_their_task_and_its_tokens(tmp_path):
+    texts = [f"{word} {number}" for number in range(20) for word in ("good", "bad")]
+    settings = {"data.bpe_dropout": 0.1, "train.steps": 1, "model.d_model": 16, "model.n_heads": 2}
+    chats = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": a}]} for a in texts
+    ]
+    for name, rows, more, line in (
+        ("chat", chats, {}, "data.bpe_dropout is for .* and this is chat: leave it out"),
+        (
+            "pairs",
+            [(text, text) for text in texts],
+            {"tokens.kind": "word"},
+            r"tokenizer \(WordLevel\) has none",
+        ),
+    ):
+        with pytest.raises(ClearheadError, match=line):
+            ch.train(rows, out=tmp_path / name, settings={**settings, **more})
 
 
 def test_windows_of_a_schedule_are_those_of_a_config_and_the_last_part_sees_all():

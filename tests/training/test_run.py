@@ -92,6 +92,7 @@ def resumed(
         "",
         "train.ema=0.9 train.accumulate=3",
         "train.optimizer=adafactor data.packing=isolated",
+        "tokens.kind=bpe tokens.vocab_size=280 data.bpe_dropout=0.5 model.max_positions=64",
         "train.optimizer=normuon train.cautious_decay=true train.average=2 train.accumulate_schedule=1,2 "
         "train.window_schedule=4 train.future_tokens=0.5 train.z_loss=1e-3",
     ],

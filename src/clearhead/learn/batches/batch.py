@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
@@ -146,6 +146,7 @@ class Batches(ABC):
     waste: float = 0.0  # share of padding in an epoch
     notes: tuple[str, ...] = ()  # one sentence for each kind of example that was cut
     example: NDArray[np.int64] | None = None  # of each row, by number: its example; None: each row is one
+    ragged: bool = False  # whether batches differ in length
 
     @abstractmethod
     def at(self, index: int) -> Batch:
@@ -205,6 +206,27 @@ class FixedRows(Batches):
     @abstractmethod
     def _build(self, positions: Ints, random: np.random.Generator) -> Batch:
         """Make the batch of the rows at these positions."""
+
+
+class Redrawn(Batches):
+    """Batches whose examples have other tokens in each epoch.
+
+    Where the number of batches goes by tokens, it differs a little from epoch to epoch. Then an epoch ends
+    where the first one did: a few batches come twice, or not at all.
+    """
+
+    def __init__(self, draw: Callable[[int], Batches]) -> None:
+        """Take the batches of each epoch from `draw`, which makes them by the number of the epoch."""
+        self.draw = lru_cache(maxsize=1)(draw)
+        first = self.draw(0)
+        self.per_epoch, self.waste, self.notes = first.per_epoch, first.waste, first.notes
+        self.ragged = first.ragged
+
+    def at(self, index: int) -> Batch:
+        """See `Batches.at`."""
+        epoch, number = divmod(index, self.per_epoch)
+        batches = self.draw(epoch)
+        return batches.at(epoch * batches.per_epoch + number % batches.per_epoch)
 
 
 # Length buckets: examples of similar length share a batch, as wide as its longest row -----------------------
@@ -280,6 +302,7 @@ class Bucketed(Batches):
     """Examples of similar length in one batch; each example exactly once an epoch."""
 
     side = 0  # of the two sizes of an example: the one of `Batch.ids`
+    ragged = True
 
     def __init__(self, setting: Setting, *sizes: Ints) -> None:
         """Group examples by `sizes`: their tokens [N] on each side, as they will be in a row."""

@@ -17,17 +17,19 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from random import Random
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.tokens.chat import ChatTemplate
+from clearhead.hub.tokens.merges import Merges
 from clearhead.learn.batches.ragged import BARE, Frame, Ints, Stretches
 from clearhead.learn.data.examples import Example
 from clearhead.learn.data.plan import DataPlan
@@ -41,6 +43,26 @@ META = "meta.json"
 NOTED = 0.001  # the share of unknown tokens above which a note says so
 
 
+@dataclass
+class BpeDropout:
+    """Cuts the texts of an epoch into tokens anew, each by random numbers of its own.
+
+    They follow from the seed, the epoch and the number of the text, so that each process draws the same.
+    """
+
+    merges: Merges
+    share: float  # of the merges, that are skipped
+    seed: int
+    epoch: int
+    texts: int = 0  # that have been cut
+
+    def __call__(self, encoding: Encoding) -> list[int]:
+        """Return the tokens of the next text."""
+        random = Random(f"{self.seed} {self.epoch} {self.texts}")
+        self.texts += 1
+        return self.merges.redrawn(encoding.ids, encoding.word_ids, self.share, random)
+
+
 class Encoder(NamedTuple):
     """What turns text and labels into numbers."""
 
@@ -48,9 +70,12 @@ class Encoder(NamedTuple):
     numbers: Mapping[str, int]  # of each label
     separator: int | None  # the token between documents
     template: ChatTemplate | None = None  # of conversations
+    dropout: BpeDropout | None = None  # None: texts have the tokens that the tokenizer gives them
 
     def ids(self, texts: Iterable[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens."""
+        if self.dropout is not None:
+            return list(map(self.dropout, self.tokenizer.encode_batch(list(texts), add_special_tokens=False)))
         encodings = self.tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -149,6 +174,20 @@ class Encoded:
         """Return the rows of a ragged column."""
         offsets = np.asarray(self[f"{name}_offsets"])
         return Stretches(self[name], offsets[:-1], np.diff(offsets))
+
+
+def redrawn(encoded: Encoded, columns: Iterable[Columns]) -> Encoded:
+    """Return the same examples with other tokens, in memory: `columns` has all of them."""
+    groups = list(columns)
+    arrays = dict[str, NDArray[Any]]()
+    for name, column in groups[0].items():
+        parts = [group[name] for group in groups]
+        if isinstance(column, tuple):
+            values, lengths = (np.concatenate(side) for side in zip(*parts))
+            arrays |= {name: values, f"{name}_offsets": np.append(0, np.cumsum(lengths))}
+        elif name in encoded.arrays:
+            arrays[name] = np.concatenate(cast(list[NDArray[Any]], parts))
+    return replace(encoded, arrays=arrays)
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,6 +40,9 @@ class DataPlan:
     # lm, texts with labels, tags: share of the tokens read in training that become the unknown token, in lm
     # others of the text
     token_dropout: float = 0.0
+    # BPE tokenizers, of texts, labels, tags and pairs: share of the merges skipped in training, other ones in
+    # each epoch; 0.1 is usual
+    bpe_dropout: float = 0.0
     mask_share: float = 0.15  # mlm: share of tokens to predict; denoise: share of tokens in spans
     span_length: float = 3.0  # denoise: mean length of a span
     # image: side of the square that pictures are brought to, by resizing the shorter side and cropping the
@@ -61,11 +64,9 @@ class DataPlan:
         for name in ("validation_share", "mask_share"):
             share = getattr(self, name)
             refuse(not 0 < share < 1, f"{name} {share} must lie between 0 and 1", ConfigError)
-        refuse(
-            not 0 <= self.token_dropout < 1,
-            f"token_dropout {self.token_dropout} must lie in [0, 1)",
-            ConfigError,
-        )
+        for name in ("token_dropout", "bpe_dropout"):
+            share = getattr(self, name)
+            refuse(not 0 <= share < 1, f"{name} {share} must lie in [0, 1)", ConfigError)
         check_least(
             self, 1, "batch_size", "batch_tokens", "max_examples", "max_length", "span_length", "image_size"
         )

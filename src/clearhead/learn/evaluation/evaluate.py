@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from clearhead.core import heads, transformer
 from clearhead.errors import InputError, hints_of, nearest, refuse
 from clearhead.hub.tokenizer import truncation_side
+from clearhead.hub.tokens.merges import Merges
 from clearhead.learn import losses
 from clearhead.learn.batches.batch import IGNORE, Batches
-from clearhead.learn.batches.encoding import Encoded
+from clearhead.learn.batches.encoding import BpeDropout, Encoded
 from clearhead.learn.data import files, formats
 from clearhead.learn.data.corpus import place_of
 from clearhead.learn.data.examples import Chunk, Corpus, Example, Images, Picture, Tagged
@@ -394,6 +395,21 @@ def batches_for(
         rows, plan, special=special, length=length, seed=seed, training=training,
         cut_left=truncation_side(loaded.settings) == "left",
     )  # fmt: skip
+
+
+def redrawing(
+    loaded: Model, task: Task, corpus: Corpus, rows: Encoded, plan: DataPlan, seed: int
+) -> Callable[[int], Batches]:
+    """Return what makes the training batches of an epoch, whose tokens are drawn for it (BPE dropout)."""
+    tokenizer = loaded.text_tokenizer
+    merges = Merges(tokenizer)
+
+    def draw(epoch: int) -> Batches:
+        dropout = BpeDropout(merges, plan.bpe_dropout, seed, epoch)
+        drawn = task.redrawn(rows, corpus, tokenizer, loaded.labels, loaded.special, dropout)
+        return batches_for(loaded, task, drawn, plan, loaded.max_length, seed, training=True)
+
+    return draw
 
 
 def examples(rows: Sequence[Example]) -> tuple[dict[tuple[str, ...], int], list[list[str]]]:

@@ -29,7 +29,15 @@ from clearhead.hub.tokens.chat import ChatTemplate
 from clearhead.hub.tokens.training import READER, SpecialTokens
 from clearhead.learn import losses
 from clearhead.learn.batches.batch import IGNORE, Batch, Batches
-from clearhead.learn.batches.encoding import Columns, Encoded, Encoder, Setting, open_or_encode
+from clearhead.learn.batches.encoding import (
+    BpeDropout,
+    Columns,
+    Encoded,
+    Encoder,
+    Setting,
+    open_or_encode,
+    redrawn,
+)
 from clearhead.learn.data.corpus import open_corpus
 from clearhead.learn.data.examples import Corpus, Images, RowType
 from clearhead.learn.data.plan import DataPlan
@@ -132,6 +140,7 @@ class Task:
     metrics: ClassVar[tuple[str, ...]] = ("loss",)
     metric: ClassVar[str] = "loss"  # the default
     sampled: ClassVar[bool] = False  # whether batches are sampled from the model in training, none ahead
+    redraws: ClassVar[bool] = False  # whether texts may have other tokens in each epoch (BPE dropout)
     pretrain: ClassVar[bool] = False  # whether masked language modelling on the same texts may come first
     # Use
     writes: ClassVar[bool] = False  # whether the answers are generated
@@ -190,6 +199,23 @@ class Task:
         columns = self.encode(getattr(corpus, side), encoder)
         place = Path(folder) / f"{self.name}-{side}-{key[:16]}"
         return open_or_encode(place, key, self.name, encoder, columns, self.sentinels)
+
+    def redrawn(
+        self,
+        encoded: Encoded,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        labels: Sequence[str],
+        special: Mapping[str, int],
+        dropout: BpeDropout,
+    ) -> Encoded:
+        """Return the training examples with tokens that are drawn anew, in memory; see `encode_corpus`."""
+        separator = special.get(self.separator) if self.separator else None
+        plain = Tokenizer.from_str(tokenizer.to_str())
+        plain.no_truncation()
+        plain.no_padding()
+        encoder = Encoder(plain, dict(zip(labels, count())), separator, dropout=dropout)
+        return redrawn(encoded, self.encode(cast(Any, corpus.train), encoder))
 
     def make_batches(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from clearhead.core.taps import SILENT, tap_for
 from clearhead.errors import first_line
-from clearhead.learn.batches.batch import Batch, Bucketed, padded_up, scored_up
+from clearhead.learn.batches.batch import Batch, padded_up, scored_up
 from clearhead.learn.parallel.pipeline import MicroBatches
 from clearhead.learn.training import optim
 from clearhead.learn.training.events import Note, OnEvent
@@ -37,7 +37,7 @@ def capture_steps(run: TrainingRun) -> None:
 
 def fit(run: TrainingRun, batch: Batch) -> Batch:
     """Bring a batch to one of a few sizes."""
-    return scored_up(padded_up(batch, run.loaded.max_length) if isinstance(run.train, Bucketed) else batch)
+    return scored_up(padded_up(batch, run.loaded.max_length) if run.train.ragged else batch)
 
 
 def size_of(batch: Batch) -> Size:

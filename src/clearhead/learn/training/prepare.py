@@ -21,10 +21,10 @@ from clearhead.hub.files import write_text
 from clearhead.hub.gguf import is_gguf
 from clearhead.hub.tokenizer import load_tokenizer, read_settings, special_ids
 from clearhead.hub.tokens.training import SPELLS_ALL, choose, train_tokenizer
-from clearhead.learn.batches.batch import Batch, Batches, FixedRows
+from clearhead.learn.batches.batch import Batch, Batches, FixedRows, Redrawn
 from clearhead.learn.data.examples import Corpus, Images
 from clearhead.learn.data.files import RECIPE
-from clearhead.learn.evaluation.evaluate import batches_for, encoded_for, sampler
+from clearhead.learn.evaluation.evaluate import batches_for, encoded_for, redrawing, sampler
 from clearhead.learn.losses import default_chunk
 from clearhead.learn.parallel.division import whole_refusal
 from clearhead.learn.parallel.pipeline import check as check_stages
@@ -404,6 +404,12 @@ def encode_batches(
         f"{task.name}{' of documents apart' * (task.name == 'lm')}: leave it out",
         ConfigError,
     )
+    refuse(
+        recipe.data.bpe_dropout > 0 and not task.redraws,
+        "data.bpe_dropout is for language models, texts with a label, tags and pairs, and this is "
+        f"{task.name}: leave it out",
+        ConfigError,
+    )
     cache = Path(recipe.data.cache) if recipe.data.cache is not None else job.folder / CACHE
     sides = []
     for side in SIDES:
@@ -414,7 +420,10 @@ def encode_batches(
         with job.world.led():
             rows = encoded_for(loaded, task, corpus, side, loaded.labels, cache)
         seed, training = recipe.train.seed, side == "train"
-        batches = batches_for(loaded, task, rows, recipe.data, loaded.max_length, seed, training)
+        if training and recipe.data.bpe_dropout:
+            batches: Batches = Redrawn(redrawing(loaded, task, corpus, rows, recipe.data, seed))
+        else:
+            batches = batches_for(loaded, task, rows, recipe.data, loaded.max_length, seed, training)
         for line in batches.notes:
             job.note(f"{side}: {line}")
         sides.append(batches)

@@ -71,7 +71,7 @@ class LabelTask(Task):
     head = "classifier"
     batches: ClassVar[Any] = LabelBatches
     families: ClassVar[tuple[str, ...]] = ("decoder",)
-    pretrain = True
+    pretrain = redraws = True
     command = "classify {folder} TEXT"
 
     def encode(self, rows: Iterable[Any], encoder: Encoder) -> Iterator[Columns]:
@@ -258,7 +258,7 @@ class Image(Classify):
     one_shape = True
     usual = VISION
     families = ()
-    pretrain = False
+    pretrain = redraws = False
     command = "classify {folder} IMAGE"
 
     def encode_corpus(self, corpus: Corpus, side: Any, *args: Any, **options: Any) -> Encoded:

@@ -43,7 +43,7 @@ HELD_OUT = 10  # of so many images one is for validation, where no file is
 UNREAD = (  # what rows of other tasks are read by
     *("format", "columns", "header", "encoding", "pattern", "texts_only", "lowercase", "validation_share"),
     *("bad_rows", "packing", "mask_share", "span_length", "image_size", "augment", "stride"),
-    *("cache", "token_dropout"),
+    *("cache", "token_dropout", "bpe_dropout"),
 )
 KEPT = 2**30  # bytes of vectors of images that are kept from one epoch to the next, at most
 

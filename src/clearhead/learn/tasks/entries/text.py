@@ -63,6 +63,7 @@ class TextTask(Task):
 
     row = Chunk
     guessed = False
+    redraws = True
     reads: ClassVar[Literal["vocabulary", "states"]] = "vocabulary"
 
     def encode(self, rows: Iterable[Chunk], encoder: Encoder) -> Iterator[Columns]:
@@ -213,6 +214,7 @@ class Seq2seq(Task):
     head = "lm"
     usual = ENCODER_DECODER
     reads = "vocabulary"
+    redraws = True
     metrics = ("loss", "exact", "bleu", "chrf")
     writes = True
     command = "translate {folder} TEXT"

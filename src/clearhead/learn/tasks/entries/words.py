@@ -4,6 +4,7 @@ Shapes: N examples, B rows, T tokens of a row, C tags.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -61,7 +62,7 @@ class Tag(ClassTask):
     head = "tagger"
     pooled = False
     metrics = ("loss", "accuracy", "span_f1")
-    pretrain = True
+    pretrain = redraws = True
     command = "tag {folder} TEXT"
 
     def remarks(self, corpus: Corpus) -> list[str]:
@@ -82,21 +83,17 @@ class Tag(ClassTask):
                     f"a sentence has {len(row.words)} words and {len(row.tags)} tags: "
                     f"each word needs one ({row.words[:5]})",
                 )
-            encodings = encoder.tokenizer.encode_batch(
-                [list(row.words) for row in group], is_pretokenized=True, add_special_tokens=False
-            )
+            words = iter(encoder.ids(word for row in group for word in row.words))
+            sentences = [[next(words) for _ in row.words] for row in group]
             targets: list[int] = []
-            lost = 0
-            for row, encoding in zip(group, encodings):
-                positions = reversed(list(enumerate(encoding.word_ids)))
-                first = {word: position for position, word in positions if word is not None}
-                numbers = {at: encoder.numbers.get(row.tags[word], IGNORE) for word, at in first.items()}
-                targets += [numbers.get(position, IGNORE) for position in range(len(encoding))]
-                lost += len(row.words) - len(first)
+            for row, sentence in zip(group, sentences):
+                for name, ids in zip(row.tags, sentence):
+                    number = encoder.numbers.get(name, IGNORE)
+                    targets += [number, *[IGNORE] * (len(ids) - 1)][: len(ids)]
             yield {
-                "ids": flat([encoding.ids for encoding in encodings]),
+                "ids": flat([list(chain(*sentence)) for sentence in sentences]),
                 "targets": np.array(targets, dtype=np.int32),
-                "lost": np.array(lost, dtype=np.int64),
+                "lost": np.array(sum(not ids for ids in chain(*sentences)), dtype=np.int64),
             }
 
     def answers(self, outputs: Tensor, batch: Batch) -> Answered:
