@@ -2,10 +2,12 @@
 
 import json
 import math
+from multiprocessing import get_context
 
 import pytest
 
 import clearhead as ch
+from clearhead.labs import sweep
 from clearhead.labs.sweep import Choices, Range, drawn, read_vary
 from clearhead.run.api import Model
 
@@ -45,8 +47,10 @@ def test_ranges_and_choices_are_read_and_drawn_from():
 
 
 @pytest.mark.slow
-def test_a_halved_sweep_keeps_the_run_that_train_makes(text, tmp_path):
+def test_a_halved_sweep_keeps_the_run_that_train_makes(text, tmp_path, monkeypatch):
     """Trials are stopped, resumed and killed on the way; the best is bit for bit a run of `ch.train`."""
+    started = []  # spawned processes would import PyTorch anew, which takes longer than their trials
+    monkeypatch.setattr(sweep, "get_context", lambda how: started.append(how) or get_context("fork"))
     folder, vary = tmp_path / "sweep", {"train.lr": [1e-3, 3e-3, 1e-2, 3e-2], "model.n_heads": [2, 3]}
     lines = list[str]()
 
@@ -82,6 +86,7 @@ def test_a_halved_sweep_keeps_the_run_that_train_makes(text, tmp_path):
     assert again.to_dict() == done.to_dict()
     with pytest.raises(ch.InputError, match="holds a sweep with another vary"):
         ch.sweep([text], {"train.lr": [1e-3]}, **settings)
+    assert {*started} == {"spawn"}  # threads of PyTorch do not outlive a fork
 
 
 @pytest.mark.parametrize(
