@@ -6,6 +6,7 @@ import gc
 import os
 import pathlib
 import platform
+import sys
 import zlib
 
 # Before torch: some of its kernels heed nothing else, and a forked run waits forever for their threads.
@@ -27,6 +28,11 @@ from tokenizers import Tokenizer
 
 from tests import harness, skipped
 from tests.harness import CommandLine
+
+# Compiled code is kept: to compile the tests anew takes each worker ten seconds, and each process
+# that they start compiles the package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 torch.set_num_threads(1)
 # On Arm, oneDNN plans each product of float32 anew: 0.6 ms however small it is, as nearly all are here.
