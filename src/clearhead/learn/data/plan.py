@@ -40,8 +40,8 @@ class DataPlan:
     # lm, texts with labels, tags: share of the tokens read in training that become the unknown token, in lm
     # others of the text
     token_dropout: float = 0.0
-    # BPE tokenizers, of texts, labels, tags and pairs: share of the merges skipped in training, other ones in
-    # each epoch; 0.1 is usual
+    # lm, mlm, denoise, texts with labels, tags, pairs: share of a BPE tokenizer's merges that are skipped in
+    # training, other ones in each epoch, such as 0.1
     bpe_dropout: float = 0.0
     mask_share: float = 0.15  # mlm: share of tokens to predict; denoise: share of tokens in spans
     span_length: float = 3.0  # denoise: mean length of a span
