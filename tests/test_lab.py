@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import sys
+from multiprocessing import get_context
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,12 +235,15 @@ def test_each_arm_of_the_ladder_is_a_recipe_and_a_share_is_told_at_equal_loss(cl
 
 
 @pytest.mark.slow
-def test_trials_of_other_processes_are_those_of_this_one(tmp_path):
-    brief, said = Conditions(effort=0.005), []
+def test_trials_of_other_processes_are_those_of_this_one(tmp_path, monkeypatch):
+    brief, said, started = Conditions(effort=0.005), [], []
+    # A spawned process would import PyTorch anew, which takes longer than its trials.
+    fork = SimpleNamespace(get_context=lambda how: started.append(how) or get_context("fork"))
+    monkeypatch.setattr("clearhead.labs.lab.experiment.multiprocessing", fork)
     run_trials({"induction": tmp_path / "apart"}, 1, brief, 1, said.append)
     apart = conduct("induction", find("induction"), tmp_path / "apart", 1, brief)
     alone = conduct("induction", find("induction"), tmp_path / "alone", 1, brief)
-    assert len(said) == 3
+    assert len(said) == 3 and started == ["spawn"]
     for arm, (trial,) in alone.trials.items():
         assert apart.trials[arm][0]["induction"] == pytest.approx(trial["induction"], abs=1e-5)
 

@@ -110,7 +110,7 @@ def whole(kind: str, ids: list[int], prompt: list[int] = ()) -> str:
 
 @pytest.mark.ledger("G4")
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(text=texts)
 def test_any_text(kind, text):
     ids = KINDS[kind].encode(text).ids
@@ -122,7 +122,7 @@ def test_any_text(kind, text):
 
 @pytest.mark.ledger("G4")
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_tokens(kind, data):
     """Half characters, bytes that are no character, special tokens in between, unknown ids."""
@@ -150,7 +150,7 @@ def test_what_leaves_no_text_breaks_no_run_of_bytes(between):
 
 @pytest.mark.ledger("G4")
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     text=texts,
     extra=texts,

@@ -482,7 +482,7 @@ def test_values_that_are_wrong_null_or_absent_are_one_line(folder: Path) -> None
 
 # Fuzz: whatever the bytes, the only exception is a ClearheadError -------------------------------------------
 
-QUICK = settings(max_examples=100)
+QUICK = settings(max_examples=60)
 JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -553,7 +553,7 @@ FIELDS = ("clearhead", "rope_parameters", "head_dim", "original_max_position_emb
 ROPE = ("factor", "rope_type", "low_freq_factor", "rope_theta", "short_factor", "partial_rotary_factor")
 
 
-@settings(QUICK, max_examples=300)
+@settings(QUICK, max_examples=150)
 @given(data=st.data(), config=st.sampled_from([GPT2_JSON, LLAMA]))
 def test_any_change_of_a_config(data: st.DataObject, config: dict[str, Any]) -> None:
     changed = dict(config)

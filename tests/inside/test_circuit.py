@@ -16,9 +16,6 @@ from clearhead.inside.circuit import Circuit, PromptPair, circuit, connected, pa
 from clearhead.inside.edge_scores import METHODS, _moved, _split_parts, exact_scores
 from clearhead.inside.edges import Cut, EdgeGraph, cut_model, runs_of
 from clearhead.inside.inputs import choices_of, prepare
-from clearhead.labs.lab.attention import PAIRS_PLAN, draw_pairs, repeat_loss
-from clearhead.labs.lab.experiment import Conditions
-from clearhead.labs.lab.learning import small_model, train
 from clearhead.variants.contexts import record
 from tests.harness import build as built
 from tests.harness import byte_tokenizer, some_ids
@@ -278,24 +275,6 @@ def test_a_circuit_has_no_loose_ends():
     loose = [place("embedding", "0.2.q"), place("feedforward:0", "logits")]
     kept = connected(graph, torch.tensor([*loose, *wanted]), 4)
     assert sorted(kept.flatten().nonzero()[:, 0].tolist()) == sorted(wanted)
-
-
-def induction_model() -> ch.Transformer:
-    """The two-layer model of the lab that learns pairs."""
-    torch.manual_seed(0)
-    size = {"vocab_size": 8, "d_model": 32, "n_layers": 2, "n_heads": 2}
-    model = ch.Transformer(small_model(**size, max_positions=16, init="xavier"))
-    for _ in train(model, draw_pairs, repeat_loss, PAIRS_PLAN, Conditions(seed=0), every=600):
-        pass
-    return model
-
-
-@pytest.mark.slow
-def test_induction_is_found_blind():
-    """A head that looks at the token before feeds the keys of one that copies what followed."""
-    model = induction_model()
-    found = circuit(model, [0, 1, 2, 3, 4, 5, 0], [0, 6, 2, 3, 4, 5, 0], 1, 6, method="exact")
-    assert found.faithfulness >= 0.9 > found.random + 0.4
 
 
 def test_the_command(tmp_path, capsys):

@@ -91,7 +91,7 @@ def named(texts: TokenTexts) -> list[set[str]]:
     return [{*dict(_named(one, -0.5, others))} for one, others in zip(texts.tokens, texts.alternatives)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_any_text_is_its_tokens(tokenizer, data):
     """Of a text in two parts, a prompt and what goes on: text, bytes and names of the tokens of either."""
@@ -141,7 +141,7 @@ def test_answers_of_every_tokenizer_report_their_own_text(tokenizer):
             assert bytes(value for one in content for value in one["bytes"]) == text.encode()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_any_tokens_put_together_are_the_text(tokenizer, data):
     """Half characters, bytes that are no character, special tokens in between."""
@@ -161,7 +161,7 @@ def test_any_tokens_put_together_are_the_text(tokenizer, data):
         assert raw.decode("utf-8", "replace") == whole
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_no_two_alternatives_have_one_name(tokenizer, data):
     size = tokenizer.get_vocab_size()
