@@ -72,9 +72,53 @@ TEMPLATE = (
 )
 
 
+# Qwen2.5-VL: positions on three axes, and images of any size.
+
+QWEN_IMAGE = {
+    **{"depth": 3, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "patch_size": 4},
+    **{"window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 24},
+}
+
+
+def rotary(*sections: int, **more: Any) -> dict[str, Any]:
+    """Return rope_parameters with these pairs of time, height and width."""
+    return {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections), **more}
+
+
+QWEN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Qwen2.5-VL, windows of two squares a side": (
+        dict(TEXT, rope_parameters=rotary(1, 1, 1)),
+        QWEN_IMAGE,
+        {},
+    ),
+    "Qwen2.5-VL, tied, yarn, grey, one frame, squares of three, windows alone": (
+        dict(TEXT, hidden_size=36, num_attention_heads=3, num_key_value_heads=1)
+        | {
+            "rope_parameters": rotary(
+                *(1, 3, 2), rope_type="yarn", factor=4.0, original_max_position_embeddings=64
+            )
+        },
+        dict(QWEN_IMAGE, in_channels=1, temporal_patch_size=1, spatial_merge_size=3, patch_size=5)
+        | {"window_size": 17, "out_hidden_size": 36, "depth": 2, "fullatt_block_indexes": []},
+        {"tie_word_embeddings": True},
+    ),
+    "Qwen2.5-VL, a sliding window in the decoder, none in the tower": (
+        dict(TEXT, use_sliding_window=True, sliding_window=7, max_window_layers=1)
+        | {"rope_parameters": rotary(1, 1, 1)},
+        dict(QWEN_IMAGE, fullatt_block_indexes=[0, 1, 2], hidden_act="gelu", num_heads=4),
+        {},
+    ),
+}
+
+
 def build(label: str, folder: pathlib.Path, seed: int = 0) -> Any:
     """Save a random model, and return it."""
-    text, image, joint = (OPTIONS | IDEFICS)[label]
+    text, image, joint = (OPTIONS | IDEFICS | QWEN)[label]
+    if label in QWEN:
+        config = transformers.Qwen2_5_VLConfig(
+            text_config=dict(text), vision_config=dict(image), image_token_id=TOKEN, **joint
+        )
+        return reference("Qwen2_5_VLForConditionalGeneration", config, folder, seed)
     if label in IDEFICS:
         kind = label.split()[0].rstrip(",")
         config = getattr(transformers, f"{kind}Config")(
@@ -87,7 +131,7 @@ def build(label: str, folder: pathlib.Path, seed: int = 0) -> Any:
     return reference("LlavaForConditionalGeneration", config, folder, seed)
 
 
-def tokenizer(*special: str) -> Any:
+def tokenizer(*special: str, template: str = TEMPLATE) -> Any:
     """Return a tokenizer of bytes with these special tokens, the last one of the id `TOKEN`."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     bytewise = Tokenizer(models.BPE(vocab={letter: n for n, letter in enumerate(sorted(letters))}, merges=[]))
@@ -96,9 +140,9 @@ def tokenizer(*special: str) -> Any:
     extra = [f"<extra_{n}>" for n in range(spare)]
     bytewise.add_special_tokens([*extra, *special[:-1], "<s>", "<pad>", special[-1]])
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bytewise, bos_token="<s>", pad_token="<pad>", chat_template=TEMPLATE
+        tokenizer_object=bytewise, bos_token="<s>", pad_token="<pad>", chat_template=template
     )
-    assert fast.convert_tokens_to_ids("<image>") == TOKEN
+    assert fast.convert_tokens_to_ids(special[-1]) == TOKEN
     return fast
 
 
@@ -132,6 +176,24 @@ def tiled_directory(folder: pathlib.Path) -> pathlib.Path:
         folder
     )
     return folder
+
+
+PICTURED = "<|vision_start|><|image_pad|><|vision_end|>"
+
+
+def sized_directory(folder: pathlib.Path) -> pathlib.Path:
+    """Save a random Qwen2.5-VL in the same way; its images have 4 to 24 squares of 8 pixels a side."""
+    build(next(iter(QWEN)), folder)
+    template = TEMPLATE.replace("<image>\n", PICTURED)
+    marks = ("<|vision_start|>", "<|vision_end|>", "<|video_pad|>", "<|image_pad|>")
+    tokenizer(*marks, template=template).save_pretrained(folder)
+    processor(min_pixels=256, max_pixels=24 * 64).save_pretrained(folder)
+    return folder
+
+
+def processor(**changes: Any) -> Any:
+    """Return the reference's image processor of Qwen2.5-VL, for patches of 4 pixels."""
+    return transformers.Qwen2VLImageProcessorPil(**{"patch_size": 4, **changes})
 
 
 def image(seed: int, height: int = 20, width: int = 31) -> np.ndarray[Any, Any]:

@@ -114,6 +114,12 @@ def model_table(kind: str) -> Iterator[str]:
         yield (f"| {known} | `{name}` | `{first}` | {tasks_of(name)} | {has} | {TESTED.get(name, '—')} |")
 
 
+SHOWN = {
+    **{"llava": "LLaVA 1.5", "idefics3": "Idefics3, SmolVLM", "smolvlm": "SmolVLM2"},
+    **{"qwen2_5_vl": "Qwen2.5-VL"},
+}
+
+
 def towers_table() -> Iterator[str]:
     """Yield the rows of the architectures of images and texts."""
     yield "| model | `model_type` | commands |"
@@ -122,7 +128,7 @@ def towers_table() -> Iterator[str]:
         shown = {"clip": "CLIP", "siglip": "SigLIP"}[name]
         yield f"| {shown} | `{name}` | classify (zero-shot), embed, align |"
     for name in IMAGES:
-        shown = {"llava": "LLaVA 1.5", "idefics3": "Idefics3, SmolVLM", "smolvlm": "SmolVLM2"}[name]
+        shown = SHOWN[name]
         yield f"| {shown} | `{name}` | chat, generate and serve, with images |"
 
 

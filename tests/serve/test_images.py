@@ -19,7 +19,7 @@ from clearhead.learn.tasks.generation import chat_ids
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
-from tests.llava import TOKEN, directory, image, tiled_directory
+from tests.llava import PICTURED, TOKEN, directory, image, sized_directory, tiled_directory
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,33 @@ def test_an_image_in_tiles_is_answered_as_in_a_chat(tmp_path: pathlib.Path) -> N
         reply = asked(client, pictured(picture)).json()
     assert reply["choices"][0]["message"]["content"] == want.text
     assert reply["usage"]["prompt_tokens"] == len(ids)
+
+
+def test_images_of_any_size_keep_their_positions(tmp_path: pathlib.Path) -> None:
+    """In chunks, next to texts and each other, with draft tokens, and found in the pool: as alone."""
+    m, text = ch.load(sized_directory(tmp_path)), f"USER: {PICTURED}What? {PICTURED}And? ASSISTANT:"
+    prompts: list[Any] = [
+        ch.ImagePrompt(text, [image(1), image(2, 40, 9)]),
+        "ab ab ab ab ab ab",
+        ch.ImagePrompt(text, [image(1), image(3, 9, 50)]),
+    ]
+    want = [m.generate(each, 16, logprobs=True) for each in prompts]
+    assert want[0].logprobs != pytest.approx(want[2].logprobs, abs=1e-3)
+    for limits in (Limits(block=8, chunk=8), Limits(block=8, chunk=8, lookup=4)):
+        engine = ServeEngine(m, limits)
+        for _ in range(2):
+            served = [engine.submit(each, {"max_new_tokens": 16, "logprobs": True}) for each in prompts]
+            while engine.busy:
+                engine.step()
+            for given, alone in zip(served, want):
+                reply = given.wait(0)
+                assert reply.ids == alone.ids and reply.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+    app = make_server({"m": ServeEngine(m, Limits(block=8, chunk=8))}, keys=["a"])
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        reply = asked(client, pictured(image(7))).json()
+    parts = talk({"type": "image", "image": image(7)})
+    assert reply["choices"][0]["message"]["content"] == m.chat(parts, 9).text
+    assert reply["usage"]["prompt_tokens"] == len(chat_ids(m, parts, {}))
 
 
 def test_a_chunk_of_one_image_token_is_read_as_one(m: ch.Model) -> None:

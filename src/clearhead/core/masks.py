@@ -40,6 +40,7 @@ class TokenInfo:
     totals: Tensor | None = None  # B|1 T: tokens of its document, where a kind of attention asks for that
     globals: Tensor | None = None  # B|1 T: which see all and are seen by all, where a kind has such tokens
     until: Tensor | None = None  # B|1 T: queries of this order and later do not see it; None: all may
+    axes: Tensor | None = None  # B|1 T A: position on each axis that rotates; None: `positions` on all
 
     @property
     def length(self) -> int:
@@ -60,10 +61,9 @@ class TokenInfo:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return these tokens with `change` applied to each tensor."""
-        names = ("order", "positions", "real", "documents", "totals", "globals", "until")
-        changed: dict[str, Any] = {
-            name: change(x) for name in names if (x := getattr(self, name)) is not None
-        }
+        names = ("order", "positions", "real", "documents", "totals", "globals", "until", "axes")
+        given = {name: getattr(self, name) for name in names}
+        changed: dict[str, Any] = {name: change(x) for name, x in given.items() if x is not None}
         return replace(self, **changed)
 
     def of_rows(self, rows: Tensor) -> Self:
@@ -79,9 +79,10 @@ def tokens_from(
     positions: Tensor | None = None,
     documents: Tensor | None = None,
     before: TokenInfo | None = None,
+    axes: Tensor | None = None,
 ) -> TokenInfo:
     """Describe the tokens of one forward pass; `before` are the tokens that the cache already holds."""
-    if mask is None and positions is None and documents is None and (before is None or before.plain):
+    if mask is positions is documents is axes is None and (before is None or before.plain):
         start = before.length if before is not None else 0
         count = torch.arange(start, start + length, device=device)[None]
         return TokenInfo(count, count, None, None, plain=True)
@@ -95,7 +96,9 @@ def tokens_from(
         earlier = (before.document_ids(), before.positions, before.real_mask()) if before and packed else None
         positions = positions_in_documents(documents, real, earlier)
     positions = order if positions is None else positions
-    return TokenInfo(order, positions.long(), real, documents, plain=False)
+    if axes is None and before is not None and before.axes is not None:
+        axes = AXES["continued"](before, order)
+    return TokenInfo(order, positions.long(), real, documents, plain=False, axes=axes)
 
 
 def of_real(ids: Tensor, real: Tensor) -> Tensor:
@@ -144,6 +147,7 @@ def join(a: TokenInfo, b: TokenInfo) -> TokenInfo:
         None if a.real is None and b.real is None else cat(a.real_mask(), b.real_mask()),
         None if a.documents is None and b.documents is None else cat(a.document_ids(), b.document_ids()),
         plain=a.plain and b.plain,
+        axes=None if a.axes is b.axes else AXES["joined"](a, b, batch),
     )
 
 
@@ -156,6 +160,7 @@ class Plan(Protocol):
 
 # What plans the rows of kinds that have a `block_size`.
 PLANS: Registry[Callable[..., Any]] = Registry({"blocks": "clearhead.variants.blocks:plan_for"})
+AXES: Registry[Any] = Registry({n: f"clearhead.variants.axes:{n}" for n in ("continued", "joined")})
 
 
 @dataclass(frozen=True)

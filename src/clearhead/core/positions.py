@@ -129,15 +129,18 @@ class RopePositions(PositionScheme):
         if window is not None and spec.rope_local_base is not None:
             base, scaling, name = spec.rope_local_base, None, "rotary.local"
         frequencies, factor = rope_frequencies(spec.d_rotary, base, scaling, spec.max_positions, where)
-        angles = where[:, None, :, None] * frequencies  # B 1 T R/2
+        angles = self.angles(where, frequencies)  # B 1 T R/2
         half = spec.rope_layout == "half"
         angles = torch.cat([angles, angles], dim=-1) if half else angles.repeat_interleave(2, dim=-1)
-        rotary = Rotary(
-            (angles.cos() * factor).float().to(device), (angles.sin() * factor).float().to(device)
-        )
+        waves = angles.cos() * factor, angles.sin() * factor
+        rotary = Rotary(*(wave.float().to(device) for wave in waves))
         if tap.traced:
             tap.step(name, torch.stack(rotary))
         return rotary
+
+    def angles(self, where: Tensor, frequencies: Tensor) -> Tensor:
+        """Map positions [B|1, T] to angles [B|1, 1, T, R/2]."""
+        return where[:, None, :, None] * frequencies
 
 
 def rotate(x: Tensor, rotary: Rotary, layout: str) -> Tensor:
@@ -193,7 +196,7 @@ POSITIONS: Registry[type[PositionScheme]] = Registry(
         "none": PositionScheme,
         "learned": LearnedPositions,
         "sinusoidal": SinusoidalPositions,
-        "rope": RopePositions,
+        **{"rope": RopePositions, "axes": "clearhead.variants.axes:AxesPositions"},  # of `rope_sections`
         "alibi": AlibiPositions,
         "relative": f"{VARIANTS}:RelativePositions",
         "learned+relative": f"{VARIANTS}:LearnedRelativePositions",

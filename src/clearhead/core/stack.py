@@ -143,6 +143,7 @@ class Inputs(NamedTuple):
     bias: Tensor | None = None
     global_mask: Tensor | None = None
     vectors: Tensor | None = None
+    axes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ class Stack(nn.Module):
         super().__init__()
         self.spec = spec
         self.embedding = Embedding(spec, front)
-        self.positions = POSITIONS[spec.positions](spec)
+        self.positions = POSITIONS["axes" if spec.rope_sections else spec.positions](spec)
         self.previous = PREVIOUS["Previous"](spec) if spec.recalls else None
         first = [spec.block_of.index(block) for block in sorted(set(spec.block_of))]  # layer of each block
         # Parameters are numbered by block, taps by layer: the two differ where layers share weights.
@@ -245,7 +246,7 @@ class Stack(nn.Module):
         """Return what layers of one kind may see: mask, bias and rotation; `name` ends the names of steps."""
         inputs, tokens, cache, dtype, tap = call
         scheme, at, causal = self.positions, tap.part("positions"), self.spec.causal
-        rotary = scheme.rotary(tokens.positions, kind.reach, at)
+        rotary = scheme.rotary(tokens.positions if tokens.axes is None else tokens.axes, kind.reach, at)
         if not kind.masked:
             return View(rotary=rotary, tokens=tokens)
         queries = kind.describe(tokens, causal, inputs.ids, inputs.global_mask)

@@ -89,6 +89,7 @@ class Transformer(nn.Module):
         bias: Tensor | None = None,
         global_mask: Tensor | None = None,
         vectors: Tensor | None = None,
+        axes: Tensor | None = None,
         logits: Literal["all", "last", "none"] = "all",
         mtp: bool = False,
     ) -> Output:
@@ -109,10 +110,11 @@ class Transformer(nn.Module):
             bias: [B|1, H|1, T, S] added to the self-attention scores of the stack that feeds the head.
             global_mask: [B, T] boolean, True = global token, for layers of attention global(...).
             vectors: [B, T, D] in place of those that the token table has for `ids`, as where images stand.
+            axes: [B, T, A] position on each axis, with rope_sections; None: those of text, counted on.
             logits: for which positions the head is run; "none" gives None in place of logits.
             mtp: run the layers of multi-token prediction too, for their loss; without a cache.
         """
-        inputs = Inputs(ids, mask, positions, documents, types, prefix, bias, global_mask, vectors)
+        inputs = Inputs(ids, mask, positions, documents, types, prefix, bias, global_mask, vectors, axes)
         tap, memory, spec = tap_for(self), None, self.main.spec
         if not torch.compiler.is_compiling():
             CHECKS["call"](spec, inputs, cache)
@@ -170,15 +172,9 @@ def _tokens(spec: StackSpec, inputs: Inputs, cache: Cache | None, name: str) -> 
     mask = inputs.mask
     if spec.input == "frames" and mask is not None:
         mask = mask[:, :: spec.conv_stride]
-    tokens = masks.tokens_from(
-        inputs.ids.shape[0],
-        spec.n_tokens(inputs.ids.shape[1]),
-        inputs.ids.device,
-        mask,
-        inputs.positions,
-        inputs.documents,
-        before=cache.tokens if cache is not None else None,
-    )
+    (rows, length), before = inputs.ids.shape[:2], cache.tokens if cache is not None else None
+    given = (mask, inputs.positions, inputs.documents, before, inputs.axes)
+    tokens = masks.tokens_from(rows, spec.n_tokens(length), inputs.ids.device, *given)
     if not torch.compiler.is_compiling():
         CHECKS["length"](tokens, cache, spec, name)
     return tokens

@@ -44,6 +44,8 @@ class JoinedImages(ImageEncoder):
         """What to know of it at a glance."""
         tower, count = self.config.tower, sum(one.numel() for one in self.parameters())
         size = f"{tower.n_layers} layers, d_model {tower.d_model}, {count:,} parameters"
+        if self.config.any_size:
+            return f"a token for each {self.config.multiple} x {self.config.multiple} pixels, by {size}"
         return f"{self.config.count} tokens for each{' tile' if self.table.prompt else ''}, by {size}"
 
     def processor(self, token: str | None) -> Json:

@@ -54,6 +54,12 @@ TILED: dict[str, Any] = {
 }
 MOST_SIDE = 4096  # of an image that is cut into tiles
 OWN_DEFAULTS |= {"Idefics3": (TILED, False), "SmolVLM": (TILED, False)}
+QWEN = {
+    **{"size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}, "resample": 3},
+    **{"patch_size": 14, "merge_size": 2, "image_mean": CLIP_MEAN, "image_std": CLIP_STD},
+}
+OWN_DEFAULTS |= {"Qwen2VL": (QWEN, False)}
+LONGEST_RATIO = 200  # of the sides of an image of any size
 ENDINGS = ("ImageProcessor", "ImageProcessorFast", "ImageProcessorPil", "FeatureExtractor")
 CLASSES = {family + ending: family for family in OWN_DEFAULTS for ending in ENDINGS}
 Array = np.ndarray[Any, Any]
@@ -200,6 +206,65 @@ def tiles_for(image: Image, channels: int, side: int, settings: Mapping[str, Any
     ]
     whole = _resized(pixels, (side, side), settings["resample"]) if tiles else pixels
     return torch.stack([_scaled(tile, settings) for tile in (*tiles, whole)])
+
+
+# An image of any size, resized to whole squares of patches --------------------------------------------------
+
+
+def size_within(height: int, width: int, multiple: int, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the size that an image is resized to: multiples, of about its shape, of so many pixels."""
+    settings, _ = _with_defaults(settings)
+    least, most = (
+        settings.get(f"{name}_pixels", (settings.get("size") or {}).get(f"{edge}_edge"))
+        for name, edge in (("min", "shortest"), ("max", "longest"))
+    )
+    refuse(
+        type(least) is not int
+        or type(most) is not int
+        or "merge_size" not in settings
+        or min(least, most) < 1,
+        f"{PREPROCESSOR} makes images of one size, and this model reads any: give pixels",
+        CheckpointError,
+    )
+    square = settings["patch_size"] * settings["merge_size"]
+    stated = f"{PREPROCESSOR} has squares of patch_size · merge_size = {square} pixels"
+    refuse(square != multiple, f"{stated}, and the model reads squares of {multiple}", CheckpointError)
+    long, short = max(height, width), min(height, width)
+    refuse(
+        long > LONGEST_RATIO * short,
+        f"an image is {height} x {width}: no side may be {LONGEST_RATIO} times the other",
+    )
+    if not settings["do_resize"]:
+        return height, width
+    sides = [round(side / multiple) * multiple for side in (height, width)]
+    if sides[0] * sides[1] > most:
+        shrink = math.sqrt(height * width / most)
+        sides = [max(multiple, math.floor(side / shrink / multiple) * multiple) for side in (height, width)]
+    elif sides[0] * sides[1] < least:
+        grow = math.sqrt(least / (height * width))
+        sides = [math.ceil(side * grow / multiple) * multiple for side in (height, width)]
+    return sides[0], sides[1]
+
+
+def sized_shape(image: Image, channels: int, multiple: int, settings: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the shape [C, H, W] of the pixels that `sized_pixels` gives."""
+    pixels = _bytes_or_pixels(image, channels)
+    _, height, width = pixels.shape
+    if not pixels.is_floating_point():
+        height, width = size_within(height, width, multiple, settings)
+    return len(pixels), height, width
+
+
+def sized_pixels(image: Image, channels: int, multiple: int, settings: Mapping[str, Any]) -> Tensor:
+    """Return the pixels [C, H, W] of an image of any size; those in floating point stay as they are."""
+    pixels = _bytes_or_pixels(image, channels)
+    if pixels.is_floating_point():
+        return pixels.float()
+    size = size_within(pixels.shape[1], pixels.shape[2], multiple, settings)
+    settings, _ = _with_defaults(settings)
+    if size != tuple(pixels.shape[1:]):
+        pixels = _resized(pixels, size, settings["resample"])
+    return _scaled(pixels, settings)
 
 
 def _tile_plan(

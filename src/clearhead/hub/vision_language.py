@@ -43,6 +43,7 @@ class ImagesTable:
     prompt: Callable[[int, int, int], str] | None = (
         None  # tokens of an image cut into rows x columns of tiles
     )
+    flat: bool = False  # a config.json without a section of the decoder states it at its top
 
     def section(self, theirs: Json, name: Tower) -> Json:
         """Return the part of a config.json that is about the decoder or the tower, as if it were alone."""
@@ -51,6 +52,9 @@ class ImagesTable:
             not isinstance(stated, dict | None),
             f"config.json has a {SECTIONS[name]} that is no table of fields",
         )
+        if name == "text" and stated is None and self.flat:
+            apart = (*SECTIONS.values(), "model_type", "architectures")
+            stated = {key: value for key, value in theirs.items() if key not in apart}
         stated = self.image_section(stated) if name == "image" else stated or {}
         kind = stated.get("model_type", next(iter(tables)))
         key = f"{SECTIONS[name]}.model_type"
@@ -88,7 +92,11 @@ class ImagesTable:
             return None
         height, width = config.frame or (0, 0)
         side = {"model_type": kind, "image_size": height if height == width else [height, width]}
-        sections = {"text_config": text, "vision_config": {**(tower.write(config.tower) or {}), **side}}
+        if config.any_size:
+            del side["image_size"]
+        joint = self.write_joint(config)
+        of_tower = {**(tower.write(config.tower) or {}), **side, **joint.pop(SECTIONS["image"], {})}
+        sections = {"text_config": text, "vision_config": of_tower}
         theirs = {
             "architectures": [self.named],
             "model_type": self.model_type,
@@ -96,7 +104,7 @@ class ImagesTable:
                 name: {k: v for k, v in part.items() if k != "architectures"}
                 for name, part in sections.items()
             },
-            **self.write_joint(config),
+            **joint,
             "tie_word_embeddings": model.tie_embeddings,
         }
         try:
@@ -132,7 +140,7 @@ TOKEN, ALIAS = "image_token_index", "image_token_id"
 
 def image_token(theirs: Json, model: ModelConfig) -> int:
     """Return the id of the token in whose places images stand."""
-    usual = 32000 if theirs.get("model_type") == "llava" else 128257
+    usual = {"llava": 32000, "qwen2_5_vl": 151655}.get(theirs.get("model_type", ""), 128257)
     token = theirs.get(ALIAS, theirs.get(TOKEN, usual))
     refuse_key(theirs.get(TOKEN, token) != token, TOKEN, theirs.get(TOKEN), f"and {ALIAS} is {token}")
     among = type(token) is int and 0 <= token < model.vocab_size

@@ -91,6 +91,7 @@ class Prepared:
     source_tokens: InputTokens | None = None
     types: Tensor | None = None  # [1, T] segments, where the model has them
     vectors: Tensor | None = None  # [1, T, D] embeddings, where images stand among the tokens
+    axes: Tensor | None = None  # [1, T, A] positions on each axis, where images have several
 
     @property
     def model(self) -> Transformer:
@@ -104,7 +105,7 @@ class Prepared:
         if vectors is not None and torch.is_grad_enabled():  # as a table that learns
             vectors = vectors.detach().requires_grad_()
         arguments = {"ids": self.main, "source": self.source, "types": self.types, "vectors": vectors}
-        return {name: x for name, x in arguments.items() if x is not None}
+        return {name: x for name, x in (arguments | {"axes": self.axes}).items() if x is not None}
 
     @property
     def first_tokens(self) -> InputTokens:
@@ -293,8 +294,9 @@ def _with_images(m: Model, given: ImagePrompt) -> Prepared:
     main = torch.tensor([ids], device=device_of(m.model))
     with torch.no_grad():
         vectors = embedded(m.model, main, [Stretch(own, 0, len(ids))])
+    axes = None if own is None or own.axes is None else own.axes[None].to(main.device)
     names, text = token_names(m, ids, given.images), given.prompt if isinstance(given.prompt, str) else ""
-    return Prepared(m, main, InputTokens(names, tuple(ids), text=text), vectors=vectors)
+    return Prepared(m, main, InputTokens(names, tuple(ids), text=text), vectors=vectors, axes=axes)
 
 
 def _sound(m: Model, given: Any, target: Target) -> Prepared:

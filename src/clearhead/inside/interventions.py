@@ -193,7 +193,9 @@ class Resumed:
         x = self.streams[f"blocks.{first}.resid_pre"]
         x = x.expand(len(rows), *x.shape[1:])
         inputs = Inputs(main.expand(len(rows), *main.shape[1:]), types=self.prepared.types)
-        tap, tokens = tap_for(self.prepared.model), tokens_from(len(rows), x.shape[1], x.device)
+        tap, axes = tap_for(self.prepared.model), self.prepared.axes
+        axes = None if axes is None else axes.expand(len(rows), -1, -1)
+        tokens = tokens_from(len(rows), x.shape[1], x.device, axes=axes)
         blocks = stack.layers()
         call = StackCall(inputs, tokens, None, x.dtype, tap)
         for layer, inputs_of_layer in list(enumerate(stack.layer_inputs(blocks, call, None)))[first:]:

@@ -148,6 +148,8 @@ def _spec_mistakes(config: Fields, stacks: Sequence[StackSpec]) -> Iterator[str]
             yield f"rope_skips names layer {layer}, and there are layers 0 to {last}"
     for stack in stacks if config.positions == "rope" else ():
         yield from _rope_mistakes(config, stack)
+    if config.rope_sections and config.positions != "rope":
+        yield f"rope_sections belongs to positions rope, and positions is {config.positions}: leave it out"
     used = {
         "experts": config.n_experts,
         config.positions: config.positions in VARIANTS,
@@ -213,6 +215,14 @@ def _rope_mistakes(config: Fields, stack: StackSpec) -> Iterator[str]:
             f"rope rotates pairs, and {stack.d_rotary} of d_head {d_head} is odd: "
             "choose an even d_head or another rope_fraction"
         )
+    sections, scaling = config.rope_sections, config.rope_scaling
+    if sections and (min(sections) < 1 or 2 * sum(sections) != stack.d_rotary):
+        yield f"rope_sections {sections} must be pairs of all of the {stack.d_rotary} columns that rotate"
+    if sections and (config.family == "encoder-decoder" or stack.rotates_by_length):
+        kind = "encoder-decoder" if scaling is None else f"rope scaling {scaling.kind}"
+        yield f"rope_sections does not go with {kind}: leave one of them out"
+    if config.rope_axial and (not sections or scaling is not None or config.rope_local_base is not None):
+        yield "rope_axial is for rope_sections of one base without rope_scaling: leave it out"
 
 
 def _embedding_mistakes(config: Fields) -> Iterator[str]:
@@ -247,8 +257,8 @@ def _embedding_mistakes(config: Fields) -> Iterator[str]:
         yield f"conv_kernel {config.conv_kernel} is even, and would shift the frames: choose an odd width"
     if config.class_token and kind != "patches":
         yield f"class_token belongs to input patches, and input is {kind}: put a CLS id in the text instead"
-    if not config.patch_bias and kind != "patches":
-        yield f"patch_bias belongs to input patches, and input is {kind}: leave it out"
+    if not config.patch_bias and kind not in ("patches", "vectors"):
+        yield f"patch_bias belongs to input patches or vectors, and input is {kind}: leave it out"
 
 
 def _head_mistakes(config: Fields) -> Iterator[str]:

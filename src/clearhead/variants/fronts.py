@@ -45,7 +45,7 @@ class VectorFront(nn.Module):
 
     def __init__(self, spec: StackSpec) -> None:
         super().__init__()
-        self.project = nn.Linear(spec.d_input, spec.d_model)
+        self.project = nn.Linear(spec.d_input, spec.d_model, bias=spec.patch_bias)
 
     def forward(self, vectors: Tensor, real: Tensor | None = None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, d_input] -> [B, T, D]."""

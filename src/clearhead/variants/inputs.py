@@ -67,7 +67,7 @@ def refuse_first(mistakes: Iterator[str]) -> None:
 def call_mistakes(spec: StackSpec, inputs: Inputs, cache: Cache | None) -> Iterator[str]:
     """Yield what is wrong with the inputs of one forward pass."""
     yield from token_mistakes(spec, inputs, "ids")
-    ids, _, _, documents, types, prefix, bias, global_mask, vectors = inputs
+    ids, _, _, documents, types, prefix, bias, global_mask, vectors, axes = inputs
     batch, length = ids.shape[0], spec.n_tokens(ids.shape[1])
     if types is not None and not spec.n_types:
         no = "types were given and the model has no segment embeddings"
@@ -91,6 +91,13 @@ def call_mistakes(spec: StackSpec, inputs: Inputs, cache: Cache | None) -> Itera
             yield f"vectors are for a model of tokens, and this one reads {spec.input}: leave them out"
         yield from _shape(vectors, (batch, length, spec.d_summed), "vectors", "those of these ids")
         yield from _floating(vectors, "vectors")
+    if axes is not None:
+        wanted = (batch if axes.shape[0] != 1 else 1, length, len(spec.rope_sections))
+        if not spec.rope_sections:
+            yield "axes were given and the model has positions alone: leave them out, or set rope_sections"
+        yield from _shape(axes, wanted, "axes", "a position on each axis")
+        if axes.dtype not in INTEGERS:
+            yield f"axes are {axes.dtype}: they must be whole numbers, such as torch.long"
     if documents is not None and global_mask is None and "question" in marked:
         yield "packed documents have a question each: give global_mask, or unpack them"
     if cache is None:

@@ -87,7 +87,7 @@ class StackFields:
     patch_size: int = 16  # patches: height and width of a square, in pixels
     n_channels: int = 3  # patches: 3 for colour, 1 for grey
     class_token: bool = False  # patches: a learned vector before the first patch
-    patch_bias: bool = True  # patches: in their projection
+    patch_bias: bool = True  # patches, vectors: in their projection
     d_input: int = 0  # vectors, frames: width of one input vector
     conv_kernel: int = 3  # frames: two convolutions of this width, the second with the stride below
     conv_stride: int = 2  # frames: 2 halves their number
@@ -103,6 +103,9 @@ class StackFields:
     rope_layout: Literal["half", "interleaved"] = "half"  # pairs are (i, i + E/2), or (2i, 2i + 1)
     rope_scaling: RopeScaling | None = None  # beyond the trained length; see RopeScaling
     rope_skips: tuple[int, ...] = ()  # layers, counted from 0, in which nothing is rotated
+    # rotated pairs of each axis, as time, height, width of a token of an image (mrope); (): positions alone
+    rope_sections: tuple[int, ...] = ()
+    rope_axial: bool = False  # the frequencies of each section begin anew; else all are those of one head
     relative_buckets: int = 32  # relative: biases per head, by distance; disentangled: vectors
     relative_max_distance: int = 128  # relative, disentangled: from here on, one bucket
     # disentangled: queries meet the vector of a distance ("c2p"), keys do ("p2c"), or both

@@ -213,7 +213,14 @@ class ReferenceInputs:
             int(row.plan.d_head * self.config.rope_fraction),
             (layout or self.config.rope_layout) == "half",
         )
-        speeds = {length: _speeds(R, length, self.config, window) for length in set(row.lengths)}
+        widths = [2 * pairs for pairs in self.config.rope_sections] if self.config.rope_axial else [R]
+        speeds = {
+            length: (
+                [speed for width in widths for speed in _speeds(width, length, self.config, window)[0]],
+                _speeds(R, length, self.config, window)[1],
+            )
+            for length in set(row.lengths)
+        }
         first = torch.arange(R // 2) if half else torch.arange(0, R, 2)
         second = first + (R // 2 if half else 1)
         angles = torch.tensor(

@@ -22,7 +22,7 @@ from clearhead.learn.data.pictures import pixels_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.vectors import PromptVectors
 from clearhead.variants.contexts import evaluating
-from clearhead.variants.images import ImageConfig
+from clearhead.variants.images import ImageConfig, prompt_axes
 
 MOST_PIXELS = 50_000_000  # of all images of one request that come as base64
 DATA, URL, IMAGE = "data:image/", "image_url", "image"
@@ -65,9 +65,9 @@ def spread(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> list[list[in
     single = [[each] for each in ids]
     if m.image_encoder is None:
         return single
-    token, count = m.image_encoder.config.token_id, m.image_encoder.config.count
+    token = m.image_encoder.config.token_id
     grids = [grid_of(m, image) for image in images]
-    takes = [count * (rows * columns + 1) for rows, columns in grids]
+    takes = [m.image_encoder.config.takes(grid) for grid in grids]
     places = [place for place, each in enumerate(ids) if each == token]
     whole = len(places) == sum(takes)
     refuse(
@@ -86,11 +86,17 @@ def spread(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> list[list[in
 
 
 def grid_of(m: Bundle, image: Any) -> tuple[int, int]:
-    """Return rows and columns of the tiles that an image is cut into; none where it is read whole."""
+    """Return rows and columns of the tiles that an image is cut into; none where it is read whole.
+
+    Of an image of any size, rows and columns of its tokens.
+    """
     encoder = encoder_of(m)
+    config = encoder.config
+    if config.any_size:
+        given = (config.tower.n_channels, config.multiple, m.images)
+        return config.squares(preprocessor.sized_shape(_readable(m, image), *given))
     if encoder.table.prompt is None:
         return 0, 0
-    config = encoder.config
     assert config.frame is not None
     return preprocessor.tile_grid(_readable(m, image), config.tower.n_channels, config.frame[0], m.images)
 
@@ -98,11 +104,12 @@ def grid_of(m: Bundle, image: Any) -> tuple[int, int]:
 def _tokens_of(m: Bundle, grid: tuple[int, int]) -> list[int]:
     """Return the ids that stand for an image."""
     encoder = encoder_of(m)
-    token, count, prompt = encoder.config.token_id, encoder.config.count, encoder.table.prompt
+    token, takes, prompt = encoder.config.token_id, encoder.config.takes(grid), encoder.table.prompt
     if prompt is None:
-        return [token] * count
-    ids = list(m.text_tokenizer.encode(prompt(*grid, count), add_special_tokens=False).ids)
-    fits = ids.count(token) == count * (grid[0] * grid[1] + 1)
+        return [token] * takes
+    text = prompt(*grid, encoder.config.count)
+    ids = list(m.text_tokenizer.encode(text, add_special_tokens=False).ids)
+    fits = ids.count(token) == takes
     refuse(not fits, f"the tokenizer has no token <image> of the id {token}: give the one of this model")
     return ids
 
@@ -123,9 +130,20 @@ def _readable(m: Bundle, image: Any) -> preprocessor.Image:
     return cast(preprocessor.Image, image)
 
 
-def pixels_of_prompt(m: Bundle, images: Sequence[Any]) -> Tensor:
-    """Return the pixels of images as the model reads them, with their tiles: [M, C, H, W]."""
+def _sized(m: Bundle, image: Any) -> Tensor:
+    """Return the pixels of an image of any size: [C, H, W]."""
+    config = encoder_of(m).config
+    return preprocessor.sized_pixels(_readable(m, image), config.tower.n_channels, config.multiple, m.images)
+
+
+def pixels_of_prompt(m: Bundle, images: Sequence[Any]) -> Tensor | list[Tensor]:
+    """Return the pixels of images as the model reads them, with their tiles: [M, C, H, W].
+
+    Of images of any size, [C, H, W] of each.
+    """
     encoder = encoder_of(m)
+    if encoder.config.any_size:
+        return [_sized(m, image) for image in images]
     channels, frame = encoder.config.tower.n_channels, encoder.config.frame
     assert frame is not None
     readable = [_readable(m, image) for image in images]
@@ -141,9 +159,13 @@ def vectors_of(m: Bundle, ids: Sequence[int], prompt: Any) -> PromptVectors | No
         return None
     encoder = encoder_of(m)
     pixels = pixels_of_prompt(m, prompt.images)
+    weight, config = next(encoder.parameters()), encoder.config
     with evaluating(encoder):
-        vectors = encoder(pixels.to(next(encoder.parameters())))
-    return PromptVectors.of(ids, encoder.config.token_id, pixels, vectors)
+        if isinstance(pixels, Tensor):
+            return PromptVectors.of(ids, config.token_id, pixels, encoder(pixels.to(weight)))
+        vectors = [encoder(image[None].to(weight))[0] for image in pixels]
+    axes = prompt_axes(ids, config.token_id, [config.squares(image.shape) for image in pixels])
+    return PromptVectors.of(ids, config.token_id, pixels, vectors, axes)
 
 
 def patch_names(config: ModelConfig) -> tuple[str, ...]:
@@ -168,7 +190,9 @@ def token_names(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> tuple[s
 
 
 def image_names(config: ImageConfig, grid: tuple[int, int]) -> list[str]:
-    """Return a name for each vector of one image of so many rows and columns of tiles."""
+    """Return a name for each vector of one image of so many rows and columns of tiles, or of squares."""
+    if config.any_size:
+        return [f"{y},{x}" for y in range(grid[0]) for x in range(grid[1])]
     height, width = (
         side // config.tower.patch_size // config.shuffle for side in config.tower.image_size or ()
     )
@@ -186,12 +210,14 @@ def image_names(config: ImageConfig, grid: tuple[int, int]) -> list[str]:
 
 def shown_picture(m: Bundle, image: Any) -> Tensor:
     """Return the pixels of an image that are read, its tiles put together: [C, H, W]."""
+    if encoder_of(m).config.any_size:
+        return _sized(m, image)
     height, width = encoder_of(m).config.tower.image_size or (
         0,
         0,
     )  # what is beyond whole patches is not read
     rows, columns = grid_of(m, image)
-    pixels = pixels_of_prompt(m, [image])[..., :height, :width]
+    pixels = torch.stack([*pixels_of_prompt(m, [image])])[..., :height, :width]
     if not rows:
         return pixels[0]
     tiles = pixels[:-1].reshape(rows, columns, -1, height, width)  # rows columns C H W

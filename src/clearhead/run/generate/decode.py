@@ -45,7 +45,7 @@ from clearhead.run.generate.sequence import (
     best_of,
     verify,
 )
-from clearhead.run.generate.vectors import PromptVectors, Span, embedded
+from clearhead.run.generate.vectors import PromptVectors, Span, axes_of, embedded
 from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache
 from clearhead.run.kernels.steps import CompiledStep, OnHost, Steps, warn_uncompiled
 from clearhead.run.quant.cache import int8_cache
@@ -195,6 +195,8 @@ class DraftedRow:
         unread = torch.tensor([row.tokens[start:] + proposal.tokens], device=self.sampler.size[1])
         x = embedded(self.model, unread, [Span(row.vectors, start, len(row.prompt))])
         more = {} if x is None else {"vectors": x}
+        axes = None if row.vectors is None else row.vectors.axes_at(start, start + unread.shape[1])
+        more |= {} if axes is None else {"axes": axes[None].to(unread.device)}
         out = self.model(unread, None, *self.source, cache=cache, **more)
         self.drafter.observe(start, out.hidden)
         logits = out.logits[0]  # N+1 V
@@ -242,11 +244,15 @@ def _compiled(
 ) -> CompiledStep | None:
     """Return the step of this size, where there is one, or one can be made; warn if it was asked for."""
     streaming = streams(model, request, prompts)
+    counted = any(own is not None and own.axes is not None for own in prompts.vectors or ())
+    if request.compile and counted:
+        warn_uncompiled("positions on several axes are counted on by a cache that grows")
     if request.compile and steps.unfit is not None:
         warn_uncompiled(steps.unfit)
     if request.compile and streaming:
         warn_uncompiled("a text that streams turns its first keys anew for each token")
     plain = cache is None and request.early_exit is None and request.cache is None
+    plain &= not counted
     if not plain or streaming or slides(model, request, prompts):
         return None
     source = 0 if prompts.source is None else model.config.stacks[0].n_tokens(prompts.source.shape[1])
@@ -285,12 +291,10 @@ def prefill(
     longest = ids.shape[1]
     unequal = any(len(prompt) < longest for prompt in prompts)
     mask = real_tokens(prompts, device, left=True) if unequal else None
-    first, spans = cache.length, zip(prompts, vectors or ())
-    x = embedded(
-        model,
-        ids,
-        (Span(own, first, first + len(p), longest - len(p), row) for row, (p, own) in enumerate(spans)),
-    )
+    first, both = cache.length, enumerate(zip(prompts, vectors or ()))
+    spans = [Span(own, first, first + len(p), longest - len(p), row) for row, (p, own) in both]
+    x = embedded(model, ids, spans)
+    axes = axes_of(spans, first + (torch.ones_like(ids) if mask is None else mask).cumsum(1) - 1)
     # Each token of a chunk has sinks of its own.
     size = longest if model.config.rotates_by_length else PREFILL_CHUNK // max(1, cache.n_sink_tokens)
     for start in range(0, longest, size):
@@ -298,6 +302,7 @@ def prefill(
         part, given = None if mask is None else mask[:, chunk], (source, source_mask) if start == 0 else ()
         wanted = "last" if chunk.stop >= longest else "none"
         more = {} if x is None else {"vectors": x[:, chunk]}
+        more |= {} if axes is None else {"axes": axes[:, chunk]}
         before = cache.length
         out = model(ids[:, chunk], part, *given, cache=cache, logits=wanted, **more)
         seen(before, out.hidden)

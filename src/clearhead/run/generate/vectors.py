@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, N places, D model.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, cast
@@ -24,16 +25,33 @@ class PromptVectors:
     places: Tensor  # N: positions in the prompt, ascending
     vectors: Tensor  # N D
     keys: tuple[int, ...]  # the prompt, with a digest at each of these places
+    axes: Tensor | None = (
+        None  # T A: of each token its position on each axis, where images have more than one
+    )
 
     @staticmethod
-    def of(ids: Sequence[int], token_id: int, pixels: Tensor, vectors: Tensor) -> "PromptVectors":
-        """Put the vectors [M, N, D] of images with pixels [M, C, H, W] where `token_id` stands in ids."""
+    def of(
+        ids: Sequence[int],
+        token_id: int,
+        pixels: Iterable[Tensor],
+        vectors: Iterable[Tensor],
+        axes: Tensor | None = None,
+    ) -> "PromptVectors":
+        """Put the vectors [N, D] of images with pixels [C, H, W] where `token_id` stands in ids."""
         places = [place for place, token in enumerate(ids) if token == token_id]
-        keys, count = list(ids), vectors.shape[1]
-        digests = [digest(image) for image in pixels]
-        for number, place in enumerate(places):
-            keys[place] = digests[number // count]
-        return PromptVectors(torch.tensor(places), vectors.flatten(0, 1), tuple(keys))
+        keys, vectors = list(ids), list(vectors)
+        digests = [[digest(image)] * len(own) for image, own in zip(pixels, vectors)]
+        for place, key in zip(places, itertools.chain(*digests)):
+            keys[place] = key
+        return PromptVectors(torch.tensor(places), torch.cat(vectors), tuple(keys), axes)
+
+    def axes_at(self, start: int, stop: int) -> Tensor | None:
+        """Return positions on each axis of tokens `start` to `stop`, past the prompt as of text: [N, A]."""
+        if self.axes is None:
+            return None
+        length, width = self.axes.shape
+        after = torch.arange(max(0, start - length), max(0, stop - length)) + int(self.axes.max()) + 1
+        return torch.cat([self.axes[start:stop], after[:, None].expand(-1, width)])
 
     def holds(self, start: int, stop: int) -> bool:
         """Return whether one of the places is among positions `start` to `stop`."""
@@ -69,3 +87,20 @@ def embedded(model: Transformer, ids: Tensor, spans: Iterable[Span]) -> Tensor |
         columns = (own.places[chosen] - start + at).to(x.device)
         x[row, columns] = own.vectors[chosen.to(own.vectors.device)].to(x)
     return x
+
+
+def axes_of(spans: Iterable[Span], positions: Tensor) -> Tensor | None:
+    """Return positions on each axis of tokens at `positions` [B, T], by the prompts in them: [B, T, A].
+
+    None where no prompt has axes of its own: then positions are counted as ever.
+    """
+    known = [
+        (span, span.vectors.axes_at(span.start, span.stop)) for span in spans if span.vectors is not None
+    ]
+    parts = [(span, axes) for span, axes in known if axes is not None]
+    if not parts:
+        return None
+    found = positions[..., None].repeat(1, 1, parts[0][1].shape[-1])
+    for span, axes in parts:
+        found[span.row, span.at : span.at + len(axes)] = axes.to(found.device)
+    return found

@@ -26,7 +26,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -44,7 +44,7 @@ from clearhead.core.stack import Stack, StackCall
 from clearhead.core.taps import SILENT, Tap
 from clearhead.core.transformer import Output, Transformer
 from clearhead.learn.parallel.shards import is_split
-from clearhead.run.generate.vectors import Span, embedded
+from clearhead.run.generate.vectors import Span, axes_of, embedded
 from clearhead.run.kernels.fixed_cache import FixedKV
 from clearhead.run.kernels.kernels import available, paged_attend
 from clearhead.run.kernels.library import VIEW, library
@@ -288,6 +288,8 @@ class RaggedStack(Direct, Stack):
             cut = inputs._replace(
                 ids=inputs.ids[:, span], global_mask=None if marked is None else marked[:, span]
             )
+            if tokens.axes is not None:
+                own = replace(own, axes=tokens.axes[:, span])
             found.append(super().views(kinds, call._replace(inputs=cut, tokens=own, cache=alone)))
 
         def ragged(kind: Kind) -> masks.View:
@@ -487,7 +489,8 @@ class ModelRunner:
         return writes and rows_agree(self.runner, most)
 
     def _is_row(self, chunk: Chunk[ServedSequence]) -> bool:
-        images = chunk.seq.vectors is not None and chunk.seq.vectors.holds(chunk.start, chunk.stop)
+        own = chunk.seq.vectors
+        images = own is not None and (own.axes is not None or own.holds(chunk.start, chunk.stop))
         one = chunk.stop - chunk.start == 1 and not images
         return one and chunk.seq.encoded and chunk.seq.adapter is None
 
@@ -506,14 +509,16 @@ class ModelRunner:
         ids = torch.tensor([tokens], device=device)
         vectors = [Span(chunk.seq.vectors, chunk.start, chunk.stop, chunk.span.start) for chunk in plan]
         with self.adapted.step(adapted), attention_kernels(device):
-            x = embedded(self.runner, ids, vectors)
+            x, counted = embedded(self.runner, ids, vectors), torch.tensor([positions], device=device)
+            axes = axes_of(vectors, counted)
             hidden = self.runner(
                 ids,
-                positions=torch.tensor([positions], device=device),
+                positions=counted,
                 source=None if encoded else first.prompts.source,
                 cache=PagedCache(pool, plan, sources),
                 logits="none",
                 **({} if x is None else {"vectors": x}),
+                **({} if axes is None else {"axes": axes}),
             ).hidden[0]  # T D
         for chunk in plan:
             seq = chunk.seq
