@@ -553,7 +553,9 @@ PICTURES = {
     ),
     "positions": Drawn(draw_positions, "positions max_positions max_encoder_positions position_offset"),
     "waves": Drawn(draw_waves, "sinusoid_layout sinusoid_ends"),
-    "rope": Drawn(draw_rope, "rope_base rope_local_base rope_fraction rope_layout rope_skips"),
+    "rope": Drawn(
+        draw_rope, "rope_base rope_local_base rope_fraction rope_layout rope_skips rope_sections rope_axial"
+    ),
     "rope-scaling": Drawn(draw_rope_scaling, "rope_scaling"),
     "buckets": Drawn(draw_buckets, "relative_buckets relative_max_distance relative_terms relative_norm"),
     "masks": Drawn(draw_masks, "attention window"),

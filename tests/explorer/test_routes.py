@@ -30,7 +30,7 @@ from clearhead.run.generate.diffusion import Denoiser
 from clearhead.run.generate.sequence import Prompts, Sampler
 from tests.explorer.toys import TEXTS, picture, serving, toy, unpacked
 from tests.harness import build
-from tests.llava import directory, tiled_directory
+from tests.llava import directory, sized_directory, tiled_directory
 
 pytestmark = pytest.mark.ledger("F2", "K2")
 FAMILIES = ("decoder", "encoder", "encoder-decoder", "classifier", "vit")
@@ -435,8 +435,14 @@ def test_a_prompt_with_an_image_has_its_picture(tmp_path):
     image = np.random.default_rng(3).integers(0, 256, (32, 48, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, "PNG")
-    body = {"text": "<image>\nWhat is it?", "image": base64.b64encode(buffer.getvalue()).decode()}
-    for made, size, grid in ((directory, 16, (4, 4)), (tiled_directory, None, (4, 6))):
+    file = base64.b64encode(buffer.getvalue()).decode()
+    for made, size, grid in (
+        (sized_directory, None, (4, 6)),
+        (directory, 16, (4, 4)),
+        (tiled_directory, None, (4, 6)),
+    ):
+        token = "<|image_pad|>" if made is sized_directory else "<image>"
+        body = {"text": f"{token}\nWhat is it?", "image": file}
         m = ch.load(made(tmp_path / made.__name__))
         session = Session([Opened("m", lambda m=m: m)])
         session.models[0].m = m

@@ -16,11 +16,13 @@ from clearhead.errors import ConfigError, InputError
 from clearhead.learn import losses
 from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.entries.describe import PicturedBatches, read_pictured
-from tests.llava import directory, tiled_directory
+from tests import llava
+from tests.llava import directory, processor, sized_directory, tiled_directory
+from tests.parity.test_qwen_vl import Processor
 from tests.training.test_run import StopAt
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 220, 20), "blue": (20, 20, 220)}
-MADE = {"llava": directory, "idefics3": tiled_directory}
+MADE = {"llava": directory, "idefics3": tiled_directory, "qwen2.5-vl": sized_directory}
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +61,21 @@ def test_the_loss_is_that_of_the_reference(base: pathlib.Path, squares: pathlib.
     batch = batches.at(0)
     total, count = losses.batch_loss(m.model, batch)
 
-    processor = transformers.AutoProcessor.from_pretrained(base)
+    sized = m.image_encoder.config.any_size
+    if sized:
+        fast = transformers.AutoTokenizer.from_pretrained(base)
+        reader = Processor(processor(min_pixels=256, max_pixels=24 * 64), fast)
+    else:
+        reader = transformers.AutoProcessor.from_pretrained(base)
     model = transformers.AutoModelForImageTextToText.from_pretrained(base, attn_implementation="eager")
     before = ["USER: <image>\nColour? ASSISTANT:", "USER: <image>\n<image>\nFirst or second? ASSISTANT:",
               "USER: <image>\nASSISTANT:"]  # fmt: skip
     sums, wanted = [], [" a red one", " the second is blue", " blue"]
     for text, answer, images in zip(before, wanted, (files[:1], files[1:], files[2:])):
+        text = text.replace("<image>\n", llava.PICTURED) if sized else text
         pictures = [Image.open(file) for file in images]
-        inputs = processor(images=pictures, text=text + answer, return_tensors="pt")
-        prompt = processor(images=pictures, text=text, return_tensors="pt")["input_ids"].shape[1]
+        inputs = reader(images=pictures, text=text + answer, return_tensors="pt")
+        prompt = reader(images=pictures, text=text, return_tensors="pt")["input_ids"].shape[1]
         labels = inputs["input_ids"].clone()
         labels[:, :prompt] = -100
         with torch.no_grad():

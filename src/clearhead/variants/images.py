@@ -136,14 +136,12 @@ class ImageEncoder(nn.Module):
 
     def _squares(self, pixels: Tensor) -> Tensor:
         """Run the tower on images of one size: [M, C, H, W] -> states of each square [M, N, S·S·E]."""
-        config, tower = self.config, self.config.tower
-        (rows, columns), side, patch = config.squares(pixels.shape), config.shuffle, tower.patch_size
-        cut = pixels.view(len(pixels), tower.n_channels, rows, side, patch, columns, side, patch)
-        cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)  # M rows columns S S C patch patch: square by square
-        frames = tower.d_input // (tower.n_channels * patch**2)
-        patches = (
-            cut[..., None, :, :].expand(*[-1] * 6, frames, -1, -1).reshape(len(pixels), -1, tower.d_input)
+        (rows, columns), side, tower = (
+            self.config.squares(pixels.shape),
+            self.config.shuffle,
+            self.config.tower,
         )
+        patches = patches_of(self.config, pixels)
         order, positions, axes = patch_places(rows, columns, side, window_side(tower) // side)
         order, positions, axes = (x.to(pixels.device) for x in (order, positions, axes))
         hidden = self.tower(
@@ -166,6 +164,19 @@ class ImageEncoder(nn.Module):
         rows, columns = (each // tower.patch_size // side for each in tower.image_size or (0, 0))
         squares = states.view(images, rows, side, columns, side, width).transpose(2, 3)
         return squares.reshape(images, rows * columns, side * side * width)
+
+
+def patches_of(config: ImageConfig, pixels: Tensor) -> Tensor:
+    """Cut images [M, C, H, W] into the tower's inputs, each patch in all frames: [M, P, C·frames·patch²].
+
+    Patches come square by square of those that are joined, and row by row in each.
+    """
+    (rows, columns), side, tower = config.squares(pixels.shape), config.shuffle, config.tower
+    (images, channels), patch = pixels.shape[:2], tower.patch_size
+    cut = pixels.reshape(images, channels, rows, side, patch, columns, side, patch)
+    cut = cut.permute(0, 2, 5, 3, 6, 1, 4, 7)[:, :, :, :, :, :, None]  # M rows columns S S C 1 patch patch
+    frames = tower.d_input // (channels * patch**2)
+    return cut.expand(*[-1] * 6, frames, -1, -1).reshape(images, -1, tower.d_input)
 
 
 def window_side(tower: ModelConfig) -> int:

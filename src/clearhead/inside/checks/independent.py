@@ -48,13 +48,14 @@ from clearhead.learn.tasks.images import ImagePrompt, vectors_of
 from clearhead.run.api import Model, load
 from clearhead.run.generate.decode import decode, greedy
 from clearhead.run.generate.request import Request
-from clearhead.run.generate.vectors import Span, embedded
+from clearhead.run.generate.vectors import Span, axes_of, embedded
 from clearhead.run.kernels.parts import Direct
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.quant.apply import dequantized
 from clearhead.run.quant.layers import QuantizedLinear, quantized_parts, rounding_bound
 from clearhead.variants.checks import read_kind
 from clearhead.variants.contexts import edit
+from clearhead.variants.images import patches_of
 from clearhead.variants.kinds import shortened
 from clearhead.variants.towers import pair_loss
 
@@ -429,8 +430,15 @@ def reference_images(m: Model) -> list[Comparison]:
     folder, table = m.folder, m.image_encoder.table
     kind = getattr(_transformers(), table.named)
 
-    def given(pixels: Tensor) -> Tensor:
-        return pixels if table.prompt is None else pixels[None]  # of each prompt its tiles
+    def given(ids: list[int], pixels: Tensor) -> dict[str, Tensor]:
+        config, row = m.image_encoder.config, torch.tensor([ids])  # type: ignore[union-attr]
+        if config.any_size:
+            grid = torch.tensor([[1, *(side // config.tower.patch_size for side in pixels.shape[2:])]])
+            kinds = (row == config.token_id).int()
+            inputs = {"pixel_values": patches_of(config, pixels)[0], "image_grid_thw": grid}
+            return {"input_ids": row, **inputs, "mm_token_type_ids": kinds}
+        # Of each prompt its tiles.
+        return {"input_ids": row, "pixel_values": pixels if table.prompt is None else pixels[None]}
 
     @functools.cache
     def both() -> tuple[Model, Any, list[int], Tensor]:
@@ -440,23 +448,24 @@ def reference_images(m: Model) -> list[Comparison]:
         config, generator = ours.image_encoder.config, torch.Generator().manual_seed(0)
         words = torch.randint(ours.config.vocab_size, (AROUND, 2), generator=generator)
         before, after = words.masked_fill(words == config.token_id, config.token_id - 1 or 1).T.tolist()
-        pixels = torch.randn(1, config.tower.n_channels, *(config.frame or (0, 0)), generator=generator)
-        return ours, theirs, [*before, *[config.token_id] * config.count, *after], pixels
+        frame = (2 * config.multiple, 3 * config.multiple) if config.any_size else config.frame or (0, 0)
+        pixels = torch.randn(1, config.tower.n_channels, *frame, generator=generator)
+        count = config.takes(config.squares(pixels.shape)) if config.any_size else config.count
+        return ours, theirs, [*before, *[config.token_id] * count, *after], pixels
 
     def logits() -> float:
         ours, theirs, ids, pixels = both()
         row = torch.tensor([ids])
-        expected = theirs(input_ids=row, pixel_values=given(pixels)).logits
+        expected = theirs(**given(ids, pixels)).logits
         own = vectors_of(ours, ids, ImagePrompt(ids, list(pixels)))
-        x = embedded(ours.model, row, [Span(own, 0, len(ids))])
-        return gap(ours.model(row, vectors=x).logits, expected)
+        spans = [Span(own, 0, len(ids))]
+        axes = axes_of(spans, torch.arange(len(ids))[None])
+        return gap(ours.model(row, vectors=embedded(ours.model, row, spans), axes=axes).logits, expected)
 
     def tokens() -> float:
         ours, theirs, ids, pixels = both()
         asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = theirs.generate(input_ids=torch.tensor([ids]), pixel_values=given(pixels), **asked)[
-            0, len(ids) :
-        ]
+        expected = theirs.generate(**given(ids, pixels), **asked)[0, len(ids) :]
         rows = decode(
             ours.model,
             Request(max_new_tokens=NEW_TOKENS),

@@ -46,6 +46,7 @@ class Batch:
     # Log-probabilities under the model before training: B 2, of pairs of answers; B T, of sampled tokens
     reference: Tensor | None = None
     vectors: Tensor | None = None  # B T D of images; NaN where the token table's stand
+    axes: Tensor | None = None  # B T A, position of each token on each axis, where images have several
     sampled: Tensor | None = None  # B T, log-probabilities of sampled tokens when they were sampled
     advantages: Tensor | None = None  # B, of sampled answers; in validation their rewards
     scores: Tensor | None = None  # B, of texts to be embedded: how alike they are
@@ -132,7 +133,7 @@ class Batch:
 
     def arguments(self) -> dict[str, Tensor]:
         """Return what `model(**arguments)` takes."""
-        names = ("ids", "mask", "source", "source_mask", "documents", "types")
+        names = ("ids", "mask", "source", "source_mask", "documents", "types", "axes")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

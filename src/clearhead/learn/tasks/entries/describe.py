@@ -35,6 +35,7 @@ from clearhead.learn.tasks.images import IMAGE, ImagePrompt, encoder_of, spread,
 from clearhead.learn.tasks.task import Side, sampled
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
+from clearhead.variants.images import prompt_axes
 
 FILES = ("images", "image")  # names of columns, the first that is there
 PROMPTS = ("prompt", "question", "instruction")
@@ -205,14 +206,17 @@ class PicturedBatches(Batches):
         lost = self.config.token_id in row.ids[end:] or not any(row.learned[1:end])
         return None if lost else _Row(row.ids[:end], row.learned[:end], row.images)
 
-    def _vectors(self, number: int) -> Tensor:
-        """Return the vectors of the images of a row; NaN where the token table's stand: [T, D]."""
+    def _vectors(self, number: int) -> tuple[Tensor, Tensor | None]:
+        """Return the vectors of the images of a row, NaN where the token table's stand: [T, D]; and axes."""
         row = self.rows[number]
         own = vectors_of(self.loaded, row.ids, ImagePrompt(row.ids, row.images))
         laid = torch.full((len(row.ids), self.loaded.config.d_model), torch.nan)
         if own is not None:
             laid[own.places] = own.vectors.to(laid)
-        return laid[:-1]
+        if not self.loaded.config.rope_sections:
+            return laid[:-1], None
+        axes = prompt_axes(row.ids, self.config.token_id, ()) if own is None else own.axes
+        return laid[:-1], None if axes is None else axes[:-1]
 
     def at(self, index: int) -> Batch:
         """See `Batches.at`."""
@@ -226,11 +230,14 @@ class PicturedBatches(Batches):
         targets = [each.where(torch.tensor(row.learned), IGNORE)[1:] for each, row in zip(ids, rows)]
         real = [torch.ones(len(each), dtype=torch.bool) for each in targets]
         mask = pad_sequence(real, batch_first=True)
+        vectors, found = zip(*map(self.vectors, numbers))
+        axes = [each for each in found if each is not None]
         return Batch(
             pad_sequence([each[:-1] for each in ids], True, self.loaded.special.get("pad", 0)),
             pad_sequence(targets, True, IGNORE),
             None if mask.all() else mask,
-            vectors=pad_sequence([self.vectors(each) for each in numbers], True, torch.nan),
+            vectors=pad_sequence(list(vectors), True, torch.nan),
+            axes=pad_sequence(axes, True) if axes else None,
             numbers=torch.tensor(numbers),
         )
 
