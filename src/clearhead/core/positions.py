@@ -193,10 +193,10 @@ SCALINGS: Registry[Callable[..., tuple[Tensor, float]]] = Registry(
 )
 POSITIONS: Registry[type[PositionScheme]] = Registry(
     {
-        "none": PositionScheme,
+        **{"none": PositionScheme, "axes": "clearhead.variants.axes:AxesPositions"},  # of `rope_sections`
         "learned": LearnedPositions,
         "sinusoidal": SinusoidalPositions,
-        **{"rope": RopePositions, "axes": "clearhead.variants.axes:AxesPositions"},  # of `rope_sections`
+        "rope": RopePositions,
         "alibi": AlibiPositions,
         "relative": f"{VARIANTS}:RelativePositions",
         "learned+relative": f"{VARIANTS}:LearnedRelativePositions",

@@ -258,4 +258,5 @@ def check_name(name: str, both: bool) -> None:
     if both and not name.startswith(("decoder", "tgt")):
         ours = READ_BY_ENCODER.get(ours, ours)  # elsewhere the bare names are the encoder's
     way = OTHER_WAYS.get(name) or f"the model takes {', '.join(ARGUMENTS)}"
-    raise InputError(f'no argument is called "{name}"{nearest(ours or name, ARGUMENTS)}: {way}')
+    near = "" if name in OTHER_WAYS else nearest(ours or name, ARGUMENTS)
+    raise InputError(f'no argument is called "{name}"{near}: {way}')
