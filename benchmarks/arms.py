@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-from benchmarks.common import device_name
+from benchmarks.common import case_parser, device_name
 
 import clearhead as ch
 
@@ -325,9 +325,7 @@ def main() -> None:
     Every arm is trained with one seed; the best go on with two more, as does the recipe. What has not
     finished after --seconds is killed and reported as failed. The record is DIR/arms.json.
     """
-    parser = argparse.ArgumentParser(
-        description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(main)
     parser.add_argument("contests", nargs="*", default=list(CONTESTS), help=f"of {', '.join(CONTESTS)}")
     parser.add_argument("--data", default=str(ROOT.parent.parent / "shared" / "data"))
     parser.add_argument("--out", type=Path, default=Path("runs/arms"))

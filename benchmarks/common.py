@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -42,6 +45,23 @@ def alternate(
 def case_command(name: str, *arguments: str) -> list[str]:
     """The command that runs a case in a process of its own."""
     return [sys.executable, str(Path(__file__).with_name("run.py")), name, *arguments]
+
+
+def case_parser(case: Callable[[], None]) -> argparse.ArgumentParser:
+    """The command line of a case, whose help is what the function says of itself."""
+    return argparse.ArgumentParser(
+        description=inspect.getdoc(case), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def ask_worker(process: subprocess.Popen[str]) -> list[float]:
+    """Let a worker run its job once; return its seconds, and what else it measures."""
+    assert process.stdin is not None and process.stdout is not None
+    print("go", file=process.stdin, flush=True)
+    for line in process.stdout:
+        if line.startswith("seconds "):
+            return [float(number) for number in line.split()[1:]]
+    raise SystemExit("a worker ended before it answered")
 
 
 def device_name() -> str:

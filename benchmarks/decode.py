@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as nnf
-from benchmarks.common import alternate, by_processor, device_name, report, save
+from benchmarks.common import alternate, by_processor, case_parser, device_name, report, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import MarianConfig, MarianMTModel, logging
@@ -88,9 +88,7 @@ def run_decode() -> None:
     The shapes are those of GPT-2 124M and SmolLM2-135M, with random weights. The peers are transformers,
     for GPT-2 CTranslate2 where it is installed, and clearhead without the step compiled from C.
     """
-    parser = argparse.ArgumentParser(
-        description=run_decode.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_decode)
     parser.add_argument("--shape", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--new", type=int, default=48)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import RESULTS, case_command, processor_name
+from benchmarks.common import RESULTS, case_command, case_parser, processor_name
 
 import clearhead as ch
 from clearhead.learn.training.events import Event, Note, Started, Validated
@@ -379,9 +379,7 @@ def main() -> None:
     The simple model is what `clearhead eval --baseline` shows: an n-gram model for text, a linear one for
     labels, tags and numbers; pairs have none. --save adds what was measured to results/defaults_cpu.json.
     """
-    parser = argparse.ArgumentParser(
-        description=main.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(main)
     parser.add_argument("files", nargs="*")
     parser.add_argument("--data", type=Path, default=ROOT.parent.parent / "shared" / "data")
     parser.add_argument("--out", type=Path, default=Path("runs/defaults"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as nnf
-from benchmarks.common import device_name, processor_name, save
+from benchmarks.common import case_parser, device_name, processor_name, save
 from torch import Tensor
 
 import clearhead as ch
@@ -224,9 +223,7 @@ def run_depth() -> None:
     plain character model is tried as it is, and again after a quarter of the steps more with a loss at
     every layer. Times are processor seconds. Everything is seeded with 0.
     """
-    parser = argparse.ArgumentParser(
-        description=run_depth.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_depth)
     parser.add_argument("--text", type=Path, required=True, help="a text to learn, such as tinyshakespeare")
     parser.add_argument("--weights", type=Path, help="the directory of a trained decoder")
     parser.add_argument("--steps", type=int, default=600)
@@ -279,9 +276,7 @@ def run_scaling() -> None:
     prediction is printed before the larger model is trained. With --save the numbers go to
     results/scaling_NAME.json and the pictures to docs/images/.
     """
-    parser = argparse.ArgumentParser(
-        description=run_scaling.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_scaling)
     parser.add_argument("data", nargs="?", type=Path)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--seeds", type=int, default=1)

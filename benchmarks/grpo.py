@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import RESULTS, device_name, processor_name, save
+from benchmarks.common import RESULTS, case_parser, device_name, processor_name, save
 
 import clearhead as ch
 from clearhead.learn.training.events import Validated, read_log
@@ -165,7 +164,7 @@ def run_words() -> None:
     reward of each step, that of held-out problems before and after, and the difference of log-probabilities.
     It is written every ten steps, so that a run that is cut off keeps what it has.
     """
-    parser = argparse.ArgumentParser(description=run_words.__doc__)
+    parser = case_parser(run_words)
     parser.add_argument("--smollm2", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=70)

@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from benchmarks.common import case_command, device_name, save
+from benchmarks.common import case_command, case_parser, device_name, save
 
 import clearhead as ch
 from clearhead.app.plot import save as save_figure
@@ -303,9 +303,7 @@ def run_syntax() -> None:
 
     python benchmarks/run.py syntax MODEL_DIR TREEBANK.conllu.gz [--name minilm_syntax] [--save]
     """
-    parser = argparse.ArgumentParser(
-        description=run_syntax.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_syntax)
     parser.add_argument("folder", type=Path)
     parser.add_argument("treebank", type=Path)
     parser.add_argument("--name", default="minilm_syntax")

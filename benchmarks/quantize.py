@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import save
+from benchmarks.common import case_parser, save
 from torch import Tensor, nn
 
 import clearhead as ch
@@ -174,9 +174,7 @@ def run_quantize() -> None:
 
     Each variant is printed, and with `--save` kept, as soon as it is measured.
     """
-    parser = argparse.ArgumentParser(
-        description=run_quantize.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_quantize)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
@@ -322,7 +320,7 @@ def run_gguf_llama() -> None:
     The file is opened here and written again in F32, which llama.cpp opens: the same numbers in float. Both
     continue the same texts, each by its own tokenizer, and the tokens are compared.
     """
-    parser = argparse.ArgumentParser(description=run_gguf_llama.__doc__)
+    parser = case_parser(run_gguf_llama)
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=24)
     given = parser.parse_args()
@@ -385,7 +383,7 @@ def run_ranks() -> None:
     turn gives a ratio. A busy machine slows both sides of a turn, so that the range of ratios says more
     than either speed.
     """
-    parser = argparse.ArgumentParser(description=run_ranks.__doc__)
+    parser = case_parser(run_ranks)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()

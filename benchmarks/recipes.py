@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import cProfile
 import dataclasses
 import gzip
@@ -20,6 +19,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+from benchmarks.common import case_parser
 
 import clearhead as ch
 from clearhead.learn.training import prepare as preparation
@@ -256,9 +256,7 @@ def run_recipes() -> None:
     test part is read once at the end. BLEU is computed where sacrebleu (and, for tokenised BLEU,
     sacremoses) is installed; the outputs are kept in any case.
     """
-    parser = argparse.ArgumentParser(
-        description=run_recipes.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_recipes)
     parser.add_argument("jobs", nargs="*", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--data", default=str(ROOT.parent.parent / "shared" / "data"))
@@ -393,9 +391,7 @@ def run_gpu_small() -> None:
     padded to the sizes that are recorded, dropout draws other numbers: there a recorded step is compared to
     one that is only padded.
     """
-    parser = argparse.ArgumentParser(
-        description=run_gpu_small.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_gpu_small)
     parser.add_argument("jobs", nargs="*", default=list(WAYS), help=f"of {', '.join(WAYS)}")
     parser.add_argument("--data", default=str(Path(__file__).parents[2] / "shared" / "data"))
     parser.add_argument("--ways", nargs="*", default=list(TIMED), choices=list(TIMED))

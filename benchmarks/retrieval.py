@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import json
 import math
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.common import device_name, processor_name, save
+from benchmarks.common import case_parser, device_name, processor_name, save
 
 import clearhead as ch
 from clearhead.hub.files import read_json
@@ -264,9 +263,7 @@ def run_retrieval() -> None:
     times are those of the index by itself, without an embedder's. --work DIR keeps the indexes: a run that
     is broken off goes on from there.
     """
-    parser = argparse.ArgumentParser(
-        description=run_retrieval.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_retrieval)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--many", type=int)
     parser.add_argument("--kills", type=int)
@@ -346,9 +343,7 @@ def run_retrieval_answers() -> None:
     spent. Intervals of 95 % are by the normal distribution. --out writes the record, --save writes it under
     results/.
     """
-    parser = argparse.ArgumentParser(
-        description=run_retrieval_answers.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_retrieval_answers)
     parser.add_argument("squad", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--embedder", type=Path)

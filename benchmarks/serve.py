@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from benchmarks.common import alternate, device_name, report, save
+from benchmarks.common import alternate, case_parser, device_name, report, save
 from tests.serve import mixes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -250,9 +250,7 @@ def run_serve() -> None:
     On a GPU: the shape of Qwen3 0.6B in bfloat16, requests of 100 to 1,024 tokens in that come all at once,
     and at several rates. `--peer` adds transformers' `generate_batch` on the same shape and prompts.
     """
-    parser = argparse.ArgumentParser(
-        description=run_serve.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_serve)
     for name, value in (("layers", 12), ("streams", 8), ("rounds", 3), ("requests", 256)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--new", type=int, help="default: 32, on a GPU 512")
@@ -499,9 +497,7 @@ def run_serve_load() -> None:
     accepted requests. These are seconds of the wall: `load of the machine` says how many processes wanted
     its processors meanwhile.
     """
-    parser = argparse.ArgumentParser(
-        description=run_serve_load.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_serve_load)
     parser.add_argument("parts", nargs="*", default=["streams", "overload", "health"])
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)

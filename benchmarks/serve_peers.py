@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import asyncio
 import importlib.util
@@ -21,7 +20,7 @@ import time
 
 import numpy as np
 import torch
-from benchmarks.common import report, save
+from benchmarks.common import case_parser, report, save
 from benchmarks.serve import ask, bytes_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -158,9 +157,7 @@ def run_serve_peers() -> None:
     processor time of each server's process, so that other work on the machine falls on none of them.
     Weights are random: each server writes so many tokens for each stream, and answers are not compared.
     """
-    parser = argparse.ArgumentParser(
-        description=run_serve_peers.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_serve_peers)
     for name, value in (("layers", 12), ("streams", 8), ("new", 32), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--peers", nargs="*", default=["transformers", "llama.cpp"])
@@ -283,9 +280,7 @@ def run_serve_embeddings() -> None:
     request with so many texts of 3,000 characters, for a small model, so that what is seen is the server's
     own work. The peak of its memory is that of the process, less what it had before.
     """
-    parser = argparse.ArgumentParser(
-        description=run_serve_embeddings.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = case_parser(run_serve_embeddings)
     for name, value in (("texts", 192), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--many", type=int)

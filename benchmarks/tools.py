@@ -7,7 +7,6 @@ in part other kinds (`NEW`). So are the cities, people and numbers that are aske
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import re
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import device_name, save
+from benchmarks.common import case_parser, device_name, save
 
 import clearhead as ch
 from clearhead.hub.tokens.tools import call_function
@@ -436,9 +435,7 @@ def run_tools() -> None:
     tool_choice auto and required. Then some questions are asked with Python functions that are really run.
     `--tiny` takes few rows and steps. Every answer goes to `--out`, a summary to results/ with `--save`.
     """
-    parser = argparse.ArgumentParser(
-        description=run_tools.__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = case_parser(run_tools)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rows", type=int, default=300)
