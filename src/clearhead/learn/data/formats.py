@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from clearhead.learn.data.conll import cells
 from clearhead.learn.data.examples import Chunk, Pair, RowType
 from clearhead.learn.data.files import bare, blank, expand, listing, read_head
 from clearhead.learn.data.plan import DataPlan, Format
-from clearhead.learn.data.tables import counted
+from clearhead.learn.data.tables import Record, Row, counted, read_json, read_table
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 SUFFIXES: dict[str, Format] = {
@@ -156,6 +156,24 @@ def format_of(path: Path, wanted: RowType | None = None, encoding: str | None = 
         "jsonl": full and full[0].startswith("{") and _is_object(full[0]),
     }
     return next((format for format, fits in looks.items() if fits), "text")
+
+
+def rows_of(
+    path: str | Path, row: Callable[[Record, Path], Row], *, absent: str, other: str, empty: str
+) -> list[Row]:
+    """Read a file of rows with named columns: TSV or CSV with a header, or JSON lines.
+
+    `row` is given each record and the folder of the file. `absent`, `other` and `empty` end the lines that
+    refuse a file that is not there, one of another format, and one without rows.
+    """
+    source = Path(path)
+    refuse(not source.is_file(), f"{source} is no file: {absent}")
+    kind = format_of(source)
+    refuse(kind not in ("tsv", "csv", "json", "jsonl"), f"{source} looks like {kind}: {other}")
+    records = read_table(source, kind, header=True) if kind in ("tsv", "csv") else read_json(source)
+    rows = [row(record, source.parent) for record in records]
+    refuse(not rows, f"{source} holds {empty}")
+    return rows
 
 
 def _is_object(line: str) -> bool:

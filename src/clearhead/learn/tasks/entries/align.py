@@ -28,9 +28,9 @@ from clearhead.hub.towers import JoinedTowers
 from clearhead.learn.batches.batch import Batch, Batches
 from clearhead.learn.data.examples import Corpus, Example
 from clearhead.learn.data.files import digest
-from clearhead.learn.data.formats import format_of
+from clearhead.learn.data.formats import rows_of
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.data.tables import Record, read_json, read_table
+from clearhead.learn.data.tables import Record
 from clearhead.learn.evaluation.metrics import METRICS
 from clearhead.learn.losses import NO_TERMS, Answered, Terms
 from clearhead.learn.recipe import BASE, GeneratePlan, Recipe, TrainPlan
@@ -68,19 +68,13 @@ def read_captions(path: str | Path) -> list[Captioned]:
 
     The columns are `image`, a path from the folder of the file on, and `caption` or `text`.
     """
-    source = Path(path)
-    refuse(
-        not source.is_file(), f"{source} is no file: give rows of image and caption, TSV, CSV or JSON lines"
+    return rows_of(
+        path,
+        _captioned,
+        absent="give rows of image and caption, TSV, CSV or JSON lines",
+        other="give rows of image and caption as TSV, CSV or JSON lines",
+        empty="no row of image and caption",
     )
-    kind = format_of(source)
-    refuse(
-        kind not in ("tsv", "csv", "json", "jsonl"),
-        f"{source} looks like {kind}: give rows of image and caption as TSV, CSV or JSON lines",
-    )
-    records = read_table(source, kind, header=True) if kind in ("tsv", "csv") else read_json(source)
-    rows = [_captioned(record, source.parent) for record in records]
-    refuse(not rows, f"{source} holds no row of image and caption")
-    return rows
 
 
 def _captioned(record: Record, folder: Path) -> Captioned:

@@ -25,9 +25,9 @@ from clearhead.learn.batches.batch import IGNORE, ORDER, Batch, Batches, cut_not
 from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.data.examples import Conversation, Corpus, Messages
 from clearhead.learn.data.files import digest
-from clearhead.learn.data.formats import format_of
+from clearhead.learn.data.formats import rows_of
 from clearhead.learn.data.plan import DataPlan
-from clearhead.learn.data.tables import Record, read_json, read_table
+from clearhead.learn.data.tables import Record
 from clearhead.learn.recipe import BASE, GeneratePlan, Recipe, TrainPlan
 from clearhead.learn.tasks.entries.chats import Chat, ChatEncoder, written
 from clearhead.learn.tasks.generation import chat_template
@@ -88,17 +88,13 @@ def read_pictured(path: str | Path) -> list[Pictured]:
 
     `image`, or a list `images`, are paths from the folder of the file on.
     """
-    source = Path(path)
-    refuse(not source.is_file(), f"{source} is no file: give JSON lines of image, prompt and answer")
-    kind = format_of(source)
-    refuse(
-        kind not in ("tsv", "csv", "json", "jsonl"),
-        f"{source} looks like {kind}: give rows of image, prompt and answer as JSON lines, TSV or CSV",
+    return rows_of(
+        path,
+        _pictured,
+        absent="give JSON lines of image, prompt and answer",
+        other="give rows of image, prompt and answer as JSON lines, TSV or CSV",
+        empty="no row",
     )
-    records = read_table(source, kind, header=True) if kind in ("tsv", "csv") else read_json(source)
-    rows = [_pictured(record, source.parent) for record in records]
-    refuse(not rows, f"{source} holds no row")
-    return rows
 
 
 def _pictured(record: Record, folder: Path) -> Pictured:
