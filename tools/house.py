@@ -52,7 +52,7 @@ WORDS = {
 # The parts of 2026: the lines each was to have, its words in other files, and the files that are its own.
 FEATURES: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "latent attention": (400, r"latent|indexer", ("variants/latent.py", "hub/latent.py")),
-    "multi-token prediction": (250, r"mtp", ("variants/mtp.py", "hub/mtp.py", "inside/checks/mtp.py")),
+    "multi-token prediction": (250, r"mtp", ("variants/mtp.py", "hub/mtp.py")),
     "state-space layers": (
         400,
         r"mamba|short_?conv|hybrid|state_space",
@@ -64,8 +64,6 @@ FEATURES: dict[str, tuple[int, str, tuple[str, ...]]] = {
         (
             "run/generate/diffusion.py",
             "learn/tasks/entries/diffusion.py",
-            "inside/checks/diffusion.py",
-            "hub/llada.py",
         ),
     ),
     "vision-language": (

@@ -1,7 +1,7 @@
 """Llama and its relatives: pre-norm decoders with rotary positions, each Llama's tables with what differs.
 
 Llama 1 to 3, Mistral, Qwen 2 and 3, Gemma 1 to 3, Phi, OLMo 2 and 3, StableLM, Granite, SmolLM 3, Cohere,
-StarCoder2, Nemotron and GLM. Those with a mixture of experts are in `mixtures`.
+StarCoder2, Nemotron and GLM, and LLaDA, which fills in masks. Those with experts are in `mixtures`.
 
 q_proj and k_proj load unpermuted: both sides rotate halves of a head. GGUF permutes them
 (hub/gguf_architectures.py).
@@ -25,6 +25,7 @@ from clearhead.hub.fields import (
     scaled,
     sliding_windows,
 )
+from clearhead.hub.files import refuse_key
 from clearhead.hub.rope import rope, two_ropes
 from clearhead.hub.rules import Rule, joined, same, stack_rules
 
@@ -410,4 +411,61 @@ OLMO3 = llama_like(
     two_ropes(base=500_000.0, local=500_000.0, local_key=None),
     sliding_windows(pattern=4, default=4096),
     rules=OLMO_RULES,
+)
+
+# LLaDA: a masked diffusion language model of Llama's shape, whose tokens all see each other. Its tensors have
+# the names of the first OLMo. Logits at a mask are of the token there: nothing is shifted.
+
+LLADA_KEYS = {
+    **{name: name for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "init_std")},
+    **{"d_ff": "mlp_hidden_size", "activation": "activation_type", "norm_eps": "rms_norm_eps"},
+    **{
+        "max_positions": "max_sequence_length",
+        "tie_embeddings": "weight_tying",
+        "dropout": "residual_dropout",
+    },
+}
+LLADA_STATED: Json = {
+    **{
+        "block_type": "llama",
+        "block_group_size": 1,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+    },
+    **{"rope": True, "alibi": False, "include_bias": False, "attention_layer_norm": False},
+    **{"input_emb_norm": False, "scale_logits": False},
+}
+
+
+def _llada_tables(theirs: Json) -> Json:
+    rows, words = theirs.get("embedding_size"), theirs.get("vocab_size", 50257)
+    refuse_key(rows not in (None, words), "embedding_size", rows, f"it must be vocab_size, {words}")
+    ratio = theirs.get("mlp_hidden_size") or theirs.get("mlp_ratio", 4) * theirs.get("d_model", 768)
+    return {"vocab_size": words, "d_ff": ratio}
+
+
+LLADA = Architecture(
+    "llada",
+    {"LLaDAModelLM": {"head": "lm"}},
+    (
+        fixed({"family": "encoder", "positions": "rope", "norm": "rmsnorm", "norm_position": "pre"}),
+        fixed({"gated": True, "bias": False}, written=LLADA_STATED, only=LLADA_STATED),
+        *keys(LLADA_KEYS, d_model=768, n_layers=12, n_heads=12, n_kv_heads=None, d_ff=None),
+        *keys(LLADA_KEYS, max_positions=1024, activation="silu", norm_eps=1e-5),
+        *keys(LLADA_KEYS, tie_embeddings=True, init_std=0.02),
+        *keys(LLADA_KEYS, dropout=0.1, attention_dropout=0.1, embedding_dropout=0.1),
+        ConfigPart(
+            _llada_tables, lambda config: dict.fromkeys(("vocab_size", "embedding_size"), config.vocab_size)
+        ),
+        field("include_qkv_bias", "qkv_bias", False),
+        field("rope_theta", "rope_base", 10_000.0),
+    ),
+    stack_rules(
+        "encoder",
+        "model.transformer.blocks.{i}",
+        **{"tokens": "model.transformer.wte", "norm": "model.transformer.ln_f"},
+        **{"qkvo": "{q_proj,k_proj,v_proj,attn_out}", "gated": "{ff_proj,up_proj,ff_out}"},
+        pre_norms="{attn,ff}_norm",
+    ),
+    heads(lm=("model.transformer.ff_out",)),
 )

@@ -13,7 +13,6 @@ from clearhead.hub import (
     gpt,
     hybrids,
     latent,
-    llada,
     llama,
     mixtures,
     qwen_vl,
@@ -28,7 +27,7 @@ from clearhead.hub.vision_language import ImagesTable
 
 # Tables of each family. `nearest_to` tries them in this order and that of their files: of several that are
 # exact, the best known comes first.
-FAMILIES = (gpt, llama, mixtures, latent, hybrids, llada, bert, vision, seq2seq, qwen_vl)
+FAMILIES = (gpt, llama, mixtures, latent, hybrids, bert, vision, seq2seq, qwen_vl)
 TABLES = [table for family in FAMILIES for table in vars(family).values()]
 ARCHITECTURES: dict[str, Architecture] = {
     table.model_type: table for table in TABLES if isinstance(table, Architecture)

@@ -9,8 +9,8 @@ its dtype.
     long         the same on long inputs, past every length at which a model changes what it does
     rows         kernels, batches, padding, caches, copies on disk; pruning, the lens, devices, the compiler;
                  accumulated gradients, resumed runs
-    diffusion    blocks of a diffusion language model: their cache, blocks of 1 = autoregressive, the loss
-    mtp          drafts of MTP layers change no token; their loss is a loop's
+    decoding     blocks of a diffusion language model: their cache, blocks of 1 = autoregressive, the loss;
+                 drafts of MTP layers change no token; their loss is a loop's
     effects      contributions, scores and graphs add up; circuits of all edges and of none, one edge by hand,
                  integrated gradients; a dictionary computes its formula, and with its error changes nothing
 """
@@ -22,10 +22,9 @@ import torch
 
 from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
-from clearhead.inside.checks.diffusion import diffusion_rows
+from clearhead.inside.checks.decoding import diffusion_rows, mtp_rows
 from clearhead.inside.checks.effects import edge_rows, effects_rows, feature_rows
 from clearhead.inside.checks.independent import formula_rows, named, quantized_rows, reference_rows
-from clearhead.inside.checks.mtp import mtp_rows
 from clearhead.inside.checks.rows import (
     LARGE,
     TOLERANCE,

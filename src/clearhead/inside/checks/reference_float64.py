@@ -24,10 +24,11 @@ from clearhead.inside.checks.reference_inputs import (
     ReferenceRow,
     bucket,
     drawn_by,
+    indexed,
+    latent_projections,
     pairs,
     slope,
 )
-from clearhead.inside.checks.reference_latent import indexed, latent_projections
 from clearhead.variants.kinds import (
     BlockCausal,
     Blocks,
