@@ -325,7 +325,7 @@ def main() -> None:
     Every arm is trained with one seed; the best go on with two more, as does the recipe. What has not
     finished after --seconds is killed and reported as failed. The record is DIR/arms.json.
     """
-    parser = case_parser(main)
+    parser = case_parser(main, saves=False)
     parser.add_argument("contests", nargs="*", default=list(CONTESTS), help=f"of {', '.join(CONTESTS)}")
     parser.add_argument("--data", default=str(ROOT.parent.parent / "shared" / "data"))
     parser.add_argument("--out", type=Path, default=Path("runs/arms"))

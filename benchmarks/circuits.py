@@ -544,7 +544,6 @@ def run_graph() -> None:
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     keep = KeptParts(options.save)

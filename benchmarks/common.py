@@ -47,11 +47,14 @@ def case_command(name: str, *arguments: str) -> list[str]:
     return [sys.executable, str(Path(__file__).with_name("run.py")), name, *arguments]
 
 
-def case_parser(case: Callable[[], None]) -> argparse.ArgumentParser:
-    """The command line of a case, whose help is what the function says of itself."""
-    return argparse.ArgumentParser(
+def case_parser(case: Callable[[], None], saves: bool = True) -> argparse.ArgumentParser:
+    """The command line of a case, whose help is what its function says; with `saves` it has --save."""
+    parser = argparse.ArgumentParser(
         description=inspect.getdoc(case), formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if saves:
+        parser.add_argument("--save", action="store_true", help="write the record under benchmarks/results")
+    return parser
 
 
 def ask_worker(process: subprocess.Popen[str]) -> list[float]:

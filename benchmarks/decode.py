@@ -94,7 +94,6 @@ def run_decode() -> None:
     parser.add_argument("--new", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     results = []
     for shape in options.shape:
@@ -203,14 +202,13 @@ def run_beam() -> None:
 
     python benchmarks/run.py beam [--beams 4] [--sentences 32] [--new 32] [--threads 2] [--rounds 3] [--save]
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_beam)
     parser.add_argument("--beams", type=int, default=4)
     parser.add_argument("--sentences", type=int, default=32)
     parser.add_argument("--new", type=int, default=32)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -284,13 +282,12 @@ def run_speculate() -> None:
     python benchmarks/run.py speculate [--weights DIR] [--new 120] [--lookup 8] [--rounds 3] [--threads 1]
     [--save]
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_speculate)
     parser.add_argument("--weights", type=Path, default=WEIGHTS)
     parser.add_argument("--new", type=int, default=120)
     parser.add_argument("--lookup", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -339,13 +336,12 @@ def run_mtp() -> None:
     python benchmarks/run.py mtp [--text tinyshakespeare.txt] [--device cuda] [--steps 2000] [--new 120]
         [--texts 10] [--rounds 3] [--threads 1] [--save]
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_mtp)
     numbers = {"steps": 2000, "new": 120, "texts": 10, "rounds": 3, "threads": 1}
     for name, usual in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--text", default="stdlib-docs")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     settings = {"model.n_mtp_layers": 1, "train.mtp_weight": 0.3, "train.steps": options.steps}
@@ -428,7 +424,7 @@ def run_long() -> None:
     python benchmarks/run.py long [--new 4000] [--every 500] [--window 0] [--text] [--penalties] [--threads 1]
         [--save]
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_long)
     parser.add_argument("--new", type=int, default=4000)
     parser.add_argument("--every", type=int, default=500)
     parser.add_argument("--width", type=int, default=256)
@@ -439,7 +435,6 @@ def run_long() -> None:
         "--penalties", action="store_true", help="penalties and no-repeat n-grams, which look back"
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

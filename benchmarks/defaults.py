@@ -396,7 +396,6 @@ def main() -> None:
         action="store_true",
         help="make the files that settings are chosen by; with --sweep, try the arms of the record on them",
     )
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     for folder in (options.out, options.samples):
         folder.mkdir(parents=True, exist_ok=True)

@@ -228,7 +228,6 @@ def run_depth() -> None:
     parser.add_argument("--weights", type=Path, help="the directory of a trained decoder")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--picture", type=Path, help="where to draw early exit")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows, plain, trained, held_out = routed(options.text.read_text(), options.steps)
@@ -282,7 +281,6 @@ def run_scaling() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=4, help="models trained at a time")
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     if not given.small and given.data is None:
         parser.error("name the folder of the text, or --small")

@@ -72,7 +72,6 @@ def run_speech() -> None:
     parser.add_argument("speech", type=Path)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "speech")
     parser.add_argument("--seconds", type=float, default=240)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     options.work.mkdir(exist_ok=True)
@@ -213,7 +212,6 @@ def run_sparse_encoders() -> None:
     parser.add_argument("--layers", type=int, default=12, help="of the base size; all are alike")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--warm", type=int, default=1, help="rounds before those that count")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     rows = [
@@ -430,7 +428,6 @@ def run_retrieval_peers() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     if faiss is not None:
         faiss.omp_set_num_threads(torch.get_num_threads())

@@ -251,7 +251,6 @@ def run_features() -> None:
     parser.add_argument("--tokens", type=int, help="default: 150,000; on a GPU 5,000,000")
     parser.add_argument("--features", type=int, nargs=2, default=(16_384, 16_384), help="on a GPU")
     parser.add_argument("--device", default="cuda", help="of smollm2-gpu")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     keep = KeptParts(options.save)
     if "planted" in options.parts:

@@ -69,7 +69,7 @@ def run_sft() -> None:
     held-out answers, and how often a request for a form is followed (one word, a number, a list of three
     lines, yes or no, JSON), greedy. `--tiny` takes few rows and steps, for a CPU.
     """
-    parser = case_parser(run_sft)
+    parser = case_parser(run_sft, saves=False)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--device", default="cpu")
@@ -161,7 +161,7 @@ def run_dpo() -> None:
     token, and by the ratio to the model before training, which is what DPO learns. `--tiny` takes few rows
     and steps, for a CPU.
     """
-    parser = case_parser(run_dpo)
+    parser = case_parser(run_dpo, saves=False)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--device", default="cpu")
@@ -412,7 +412,7 @@ def run_embed() -> None:
     checkpoint. `--peer` trains on the same rows with sentence-transformers' own trainer and losses, where
     it is installed. `--tiny` is for a CPU.
     """
-    parser = case_parser(run_embed)
+    parser = case_parser(run_embed, saves=False)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", required=True)
     parser.add_argument("--device", default="cpu")

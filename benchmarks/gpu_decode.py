@@ -483,7 +483,7 @@ def run_gpu_decode() -> None:
     peer. Each runs in a process of its own, so that one that fails or takes too long harms no other; what
     is done when the time is up is kept.
     """
-    parser = case_parser(run_gpu_decode)
+    parser = case_parser(run_gpu_decode, saves=False)
     parser.add_argument("jobs", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=540, help="time for all jobs together")
     parser.add_argument("--out", default=str(Path(__file__).parent / "results" / "h200_decode.json"))

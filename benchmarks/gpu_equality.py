@@ -282,7 +282,6 @@ def run_gpu_gradients() -> None:
     parser = case_parser(run_gpu_gradients)
     parser.add_argument("--train", nargs=2)
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     found["not finite"] = table()
@@ -443,7 +442,7 @@ def run_flex() -> None:
 
     `attending(model, "flex")` chooses it in a model.
     """
-    parser = case_parser(run_flex)
+    parser = case_parser(run_flex, saves=False)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384, 65536])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS))
     parser.add_argument("--limit", type=float, default=90.0, help="seconds after which no case begins")

@@ -73,7 +73,6 @@ def run_gpu_default() -> None:
     parser.add_argument("--new", type=int, default=512)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--quantize", choices=("int8", "int4"))
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
     with torch.device("cuda"):
@@ -171,7 +170,6 @@ def run_gpu_steps() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 32])
     parser.add_argument("--few-rows", type=int, nargs="+", default=[1], help="the same, of few bits")
     parser.add_argument("--weights", nargs="+", default=["bfloat16", *BITS], choices=["bfloat16", *BITS])
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     rate, found = bandwidth(), []
     print(f"a sum reads {rate / 1e12:.2f} TB/s", flush=True)
@@ -272,7 +270,6 @@ def run_gpu_products() -> None:
     parser = case_parser(run_gpu_products)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 8, 4])
-    parser.add_argument("--save", action="store_true")
     parser.add_argument("--compile", type=int, help="compile this share of the kernels only")
     given = parser.parse_args()
     if given.compile is not None:
@@ -350,7 +347,6 @@ def run_gpu_embed() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--texts", type=int, default=2048)
     parser.add_argument("--drawn", action="store_true")
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     from sentence_transformers import SentenceTransformer
 

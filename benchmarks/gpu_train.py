@@ -267,7 +267,7 @@ def run_gpu_train() -> None:
     for attention, which counts the masked half as if it were computed; over the peak of the device, in half
     precision and without sparsity, also where products are in float8.
     """
-    parser = case_parser(run_gpu_train)
+    parser = case_parser(run_gpu_train, saves=False)
     parser.add_argument("jobs", nargs="*", default=USUAL, help=f"of {', '.join(JOBS)}")
     parser.add_argument("--alone", action="store_true", help="one job in this process")
     parser.add_argument("--out", type=Path)
@@ -432,7 +432,7 @@ def run_gpu_float8() -> None:
     characters, with the 124M GPT-2 shape, rows of 1,024 and each seed in both precisions; all runs share
     the device at once.
     """
-    parser = case_parser(run_gpu_float8)
+    parser = case_parser(run_gpu_float8, saves=False)
     parser.add_argument("part", choices=("products", "kernels", "curves"))
     parser.add_argument("texts", nargs="*", type=Path, help="curves: to train on, and for validation")
     parser.add_argument("--shape", choices=[*SHAPES], default="loop-plain")

@@ -164,7 +164,7 @@ def run_words() -> None:
     reward of each step, that of held-out problems before and after, and the difference of log-probabilities.
     It is written every ten steps, so that a run that is cut off keeps what it has.
     """
-    parser = case_parser(run_words)
+    parser = case_parser(run_words, saves=False)
     parser.add_argument("--smollm2", type=Path, required=True, help="SmolLM2-135M-Instruct.Q4_1.gguf")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=70)

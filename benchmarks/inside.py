@@ -194,11 +194,10 @@ def run_inside() -> None:
 
     python benchmarks/run.py inside [--tokens 512] [--rounds 5] [--threads 2] [--save]
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_inside)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--save", action="store_true")
     parser.add_argument("--deep", choices=("memory", "disk"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -267,13 +266,12 @@ def run_probes() -> None:
     shared folder. With --save the figures go to results/minilm_probes.json and the picture of the first
     column to docs/images/.
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_probes)
     parser.add_argument("--model", type=Path, default=None)
     parser.add_argument("--treebank", type=Path, default=SHARED / "data" / "ud_english_ewt")
     parser.add_argument("--columns", nargs="+", default=["upos", "relation", "arc"])
     parser.add_argument("--words", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     m, results = load(options.model or packaged()), list[dict[str, object]]()
     for column in options.columns:
@@ -308,7 +306,6 @@ def run_syntax() -> None:
     parser.add_argument("treebank", type=Path)
     parser.add_argument("--name", default="minilm_syntax")
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     m = load(options.folder)
     sentences = read_treebank(options.treebank, options.limit)
@@ -501,12 +498,11 @@ def run_prune_curve() -> None:
     ablation of each alone, and in random orders. Then half of the heads are cut out, and the smaller model
     is trained on. `--save` writes benchmarks/results/prune_curve.json and docs/images/prune_curve.png.
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_prune_curve)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--orders", type=int, default=5, help="random orders")
     parser.add_argument("--examples", type=int, default=300)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     place = options.out or Path(tempfile.mkdtemp())

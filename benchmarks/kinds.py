@@ -236,7 +236,6 @@ def run_kinds() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--processes", type=int, default=1, help="kinds measured beside each other")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--save", action="store_true")
     parser.add_argument("--write", action="store_true", help="write the records into the docs")
     options = parser.parse_args()
     if options.write:
@@ -375,7 +374,7 @@ def run_fla_kernels() -> None:
     what ours are made of. Its kernels try many shapes of blocks at their first call, for minutes; `--tries`
     leaves each so many of them.
     """
-    parser = case_parser(run_fla_kernels)
+    parser = case_parser(run_fla_kernels, saves=False)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 65536])
     parser.add_argument("--kinds", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--tries", type=int, help="shapes of blocks that a kernel of fla tries; default: all")
@@ -419,7 +418,6 @@ def run_decode_slopes() -> None:
     """
     parser = case_parser(run_decode_slopes)
     parser.add_argument("--longest", type=int, default=65_536)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep = KeptParts(options.save)
@@ -486,7 +484,6 @@ def run_latent_book() -> None:
     parser = case_parser(run_latent_book)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     whole = gzip.decompress(BOOK.read_bytes()).decode()
     cut, keep = len(whole) * 9 // 10, KeptParts(options.save)

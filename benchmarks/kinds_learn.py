@@ -394,7 +394,6 @@ def run_kinds_learn() -> None:
     parser.add_argument("--device", default="cpu", help="of text: cpu or cuda")
     parser.add_argument("--out", type=Path, help="a file for the figures of text, JSON")
     parser.add_argument("--limit", type=float, help="seconds after which no kind of text begins")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     options.given = options.kinds is not None
@@ -471,7 +470,6 @@ def run_diffusion() -> None:
     parser = case_parser(run_diffusion)
     parser.add_argument("file", nargs="?", type=Path, default=TEXT)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     whole = given.file.read_text(encoding="utf-8")
     cut, words = len(whole) * 9 // 10, set(re.findall(r"\b\w+\b", whole))

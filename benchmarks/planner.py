@@ -264,7 +264,6 @@ def run_planner() -> None:
     bytes each, and 20 where tensor parallelism divides them; its versions of 2025 compile the loss, 6 bytes.
     """
     parser = case_parser(run_planner)
-    parser.add_argument("--save", action="store_true")
     parser.add_argument("--fit", action="store_true")
     options = parser.parse_args()
     if options.fit:
@@ -406,7 +405,7 @@ def run_gpu_parallel() -> None:
     large: a model whose weights, gradients and moments are twice what the GPU may use: plain, and with
         `train.checkpointing` and `train.offload`.
     """
-    parser = case_parser(run_gpu_parallel)
+    parser = case_parser(run_gpu_parallel, saves=False)
     parser.add_argument("jobs", nargs="*", default=["wrapped", "large"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)

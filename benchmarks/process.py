@@ -65,9 +65,8 @@ def run_startup() -> None:
     Each measurement is a process of its own, and the cases take turns. Processor time is user plus system
     time, so that neighbours on the machine count for little. Each figure is the median over the rounds.
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_startup)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     limits = {name: limit for name, (_, limit) in (COMMANDS | IMPORTS).items()}
     times: dict[str, list[float]] = {name: [] for name in limits}
@@ -164,10 +163,9 @@ def run_load() -> None:
     pass. So the time of both together is the one to compare, and that of the load alone stands
     next to it.
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_load)
     parser.add_argument("--megabytes", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     results: list[dict[str, object]] = []
     for kind in ("gpt2", "llama"):
@@ -267,11 +265,10 @@ def run_tokenizer_memory() -> None:
     case for trainers that keep each one. Memory is the peak of the whole process, imports included; the
     text lies in a file and is read in pieces.
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_tokenizer_memory)
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--kinds", nargs="+", default=["bpe", "wordpiece", "unigram", "word", "char"])
     parser.add_argument("--shape", choices=("zipf", "distinct"), default="zipf")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     device = f"CPU {platform.machine()}, {os.cpu_count()} cores"
     title = f"train a tokenizer on {options.megabytes} MB of text, {options.shape}"
@@ -457,7 +454,6 @@ def run_versions() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", nargs="+")
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of a decoding on a CPU")
-    parser.add_argument("--save", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:

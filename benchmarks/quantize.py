@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
 import os
@@ -182,7 +181,6 @@ def run_quantize() -> None:
     parser.add_argument("--calibration", type=int, default=8192, help="tokens of valid.txt; 0: all")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--as-stored", action="store_true", help="keep the weights on the grid of their file")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
     m = ch.load(options.folder, "float32", options.device)
@@ -235,7 +233,7 @@ def run_products() -> None:
 
     Processor time, the ways in turn, the quickest round: other work on the machine only ever adds.
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_products, saves=False)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--size", type=int, nargs=2, default=[49152, 576])
     parser.add_argument("--rounds", type=int, default=7)
@@ -320,7 +318,7 @@ def run_gguf_llama() -> None:
     The file is opened here and written again in F32, which llama.cpp opens: the same numbers in float. Both
     continue the same texts, each by its own tokenizer, and the tokens are compared.
     """
-    parser = case_parser(run_gguf_llama)
+    parser = case_parser(run_gguf_llama, saves=False)
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=24)
     given = parser.parse_args()
@@ -385,7 +383,6 @@ def run_ranks() -> None:
     """
     parser = case_parser(run_ranks)
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     turns = []
     with tempfile.TemporaryDirectory() as work:

@@ -256,7 +256,7 @@ def run_recipes() -> None:
     test part is read once at the end. BLEU is computed where sacrebleu (and, for tokenised BLEU,
     sacremoses) is installed; the outputs are kept in any case.
     """
-    parser = case_parser(run_recipes)
+    parser = case_parser(run_recipes, saves=False)
     parser.add_argument("jobs", nargs="*", help=f"of {', '.join(JOBS)}")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--data", default=str(ROOT.parent.parent / "shared" / "data"))
@@ -391,7 +391,7 @@ def run_gpu_small() -> None:
     padded to the sizes that are recorded, dropout draws other numbers: there a recorded step is compared to
     one that is only padded.
     """
-    parser = case_parser(run_gpu_small)
+    parser = case_parser(run_gpu_small, saves=False)
     parser.add_argument("jobs", nargs="*", default=list(WAYS), help=f"of {', '.join(WAYS)}")
     parser.add_argument("--data", default=str(Path(__file__).parents[2] / "shared" / "data"))
     parser.add_argument("--ways", nargs="*", default=list(TIMED), choices=list(TIMED))

@@ -271,7 +271,6 @@ def run_retrieval() -> None:
     parser.add_argument("--text", type=Path, nargs="+")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -352,7 +351,6 @@ def run_retrieval_answers() -> None:
     parser.add_argument("--cpu-seconds", type=float, default=float("inf"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     articles = json.loads(gzip.decompress(given.squad.read_bytes()))["data"]
     paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]

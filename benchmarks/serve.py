@@ -259,7 +259,6 @@ def run_serve() -> None:
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--peer-new", type=int, help="tokens that the peer writes; default: as many as ours")
     parser.add_argument("--drafts", action="store_true")
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     given.new = given.new or (512 if given.device == "cuda" else 32)
     torch.manual_seed(0)
@@ -501,7 +500,6 @@ def run_serve_load() -> None:
     parser.add_argument("parts", nargs="*", default=["streams", "overload", "health"])
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     results: list[dict[str, object]] = []
 

@@ -119,7 +119,6 @@ def run_serve_kills() -> None:
     parser = case_parser(run_serve_kills)
     for name, value in (("kills", 20), ("servers", 5), ("clients", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     results: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as work:

@@ -161,7 +161,6 @@ def run_serve_peers() -> None:
     for name, value in (("layers", 12), ("streams", 8), ("new", 32), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--peers", nargs="*", default=["transformers", "llama.cpp"])
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as work:
@@ -284,7 +283,6 @@ def run_serve_embeddings() -> None:
     for name, value in (("texts", 192), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--many", type=int)
-    parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     if given.many:
         results = [{"title": "one request for many vectors", **many(given.many)}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gzip
 import itertools
 import resource
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as nnf
-from benchmarks.common import device_name, save
+from benchmarks.common import case_parser, device_name, save
 
 import clearhead as ch
 from clearhead.app.plot import save as save_picture
@@ -155,7 +154,7 @@ def run_streaming() -> None:
     the same size whose first tokens are sinks. It writes negative log-likelihoods by position, and a
     picture into docs/images, both under the name of the checkpoint's folder.
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_streaming)
     parser.add_argument(
         "--model", type=Path, help="a checkpoint; without one, a tiny model of random weights"
     )
@@ -170,7 +169,6 @@ def run_streaming() -> None:
     parser.add_argument("--new", type=int, default=1000, help="generated at the end of each block")
     parser.add_argument("--every", type=int, default=256, help="tokens of a point of the picture")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
@@ -276,12 +274,11 @@ def run_long_context() -> None:
     names a character model that is trained already. `--save` writes benchmarks/results/long_context.json,
     and pictures: docs/images/long_char.png, long_cost.png and long_stories.png.
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_long_context)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--trials", type=int, default=20)
     parser.add_argument("--model", type=Path)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     folder = options.model or trained(Path(tempfile.mkdtemp()) / "char", options.steps)

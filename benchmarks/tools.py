@@ -445,7 +445,6 @@ def run_tools() -> None:
     parser.add_argument("--recipe", default="sft-lora")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="every answer, before and after")
-    parser.add_argument("--save", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     given = parser.parse_args()

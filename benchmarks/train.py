@@ -50,9 +50,8 @@ def run_train_step() -> None:
 
     python benchmarks/run.py train_step [--rounds 12] [--save]
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_train_step)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     ids, targets = torch.randint(VOCAB, (2, BATCH, LENGTH))
@@ -174,7 +173,6 @@ def run_train_loop() -> None:
     """
     parser = case_parser(run_train_loop)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     whole = "".join(
@@ -240,9 +238,8 @@ def run_ladder() -> None:
 
     clearhead lab ladder --data TEXT --out DIR, then python benchmarks/run.py ladder DIR [--save]
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_ladder)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     found = json.loads((options.folder / "results.json").read_text())
     names = [f"{size} {what}" for size in SIZES for what in ("tokens", "time", "loss")]
@@ -278,7 +275,7 @@ def run_same_bits() -> None:
 
     python benchmarks/run.py same_bits [--runs 20] [--busy 2] [--set KEY=VALUE ...]
     """
-    parser = argparse.ArgumentParser()
+    parser = case_parser(run_same_bits, saves=False)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--busy", type=int, default=2, help="processes that compute beside the runs")
     parser.add_argument("--set", action="append", default=[])
@@ -484,7 +481,6 @@ def run_gpu_ladder() -> None:
     parser.add_argument("--seconds", type=float, default=490)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--tiny", action="store_true", help="a trial on a CPU")
-    parser.add_argument("--save", action="store_true")
     options = parser.parse_args()
     options.device = "cpu" if options.tiny else "cuda"
     for folder in (options.out, options.runs, options.runs / "cache"):
