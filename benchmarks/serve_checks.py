@@ -23,7 +23,7 @@ from benchmarks.common import case_parser, save
 from benchmarks.serve import ask, bytes_tokenizer, small, started
 from tests.serve import kills, mixes
 from tests.serve.served import serving
-from tests.serve.test_http import TEMPLATE, call
+from tests.serve.test_http import call
 
 import clearhead as ch
 from clearhead.errors import InputError
@@ -287,7 +287,7 @@ def run_serve_clients() -> None:
     pythons = dict(argument.split("=", 1) for argument in sys.argv[1:])
     tokenizer = bytes_tokenizer()
     writer = mixes.model("rope-gqa", tokenizer)
-    writer.settings["chat_template"] = TEMPLATE
+    writer.settings["chat_template"] = mixes.TEMPLATE
     reader = mixes.model("learned", tokenizer, family="encoder", head="none")
     body = json.loads(SERVE_CLIENTS_RESULT.read_text()) if SERVE_CLIENTS_RESULT.exists() else {}
     engines = {"writer": ServeEngine(writer), "reader": ServeEngine(reader)}
