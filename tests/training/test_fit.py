@@ -63,6 +63,11 @@ def test_few_rows_choose_no_weights_and_hidden_tokens_go_with_the_tokens():
     recipe, _ = fitted(read_recipe(None, settings), names_of(settings), "classify", few)
     assert recipe.tokens.kind == "byte" and recipe.tokens.pattern is None
     assert not recipe.data.token_dropout and recipe.model["d_model"] == POINTS["classify"][0].width
+    many = Corpus("labels", [Labelled("a", "b")] * POINTS["classify"][-1].amount, [], (), "", (), 1000)
+    for plan, pairs in (((), True), (["parallel.tensor=2"], False)):  # a mesh divides no vectors of pairs
+        assert (
+            "bigrams" in fitted(read_recipe(None, plan), names_of(plan), "classify", many)[0].model
+        ) == pairs
     apart = read_recipe(None, ["data.packing=isolated"])
     assert fitted(apart, frozenset({"data.packing"}), "lm", corpus(1000)) == (apart, "")
 

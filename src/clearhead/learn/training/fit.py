@@ -64,6 +64,7 @@ PATTERN = rf"[{UNSPACED}]|[\w&&[^{UNSPACED}]]+|[^\w\s]"
 WORDS = {"tokens.kind": "word", "tokens.pattern": PATTERN, "tokens.lowercase": True}
 PIECES = {"tokens.vocab_size": 16_384, "tokens.lowercase": True}  # most words are one token
 PAIRS = {"model.bigrams": 65_536}  # vectors of pairs of tokens: "not good" is no sum of its words
+DIVIDING = ("shard", "tensor", "pipeline", "context", "expert")  # sizes of a mesh that divide a model
 BAG = {**encoder(**FLAT), **WORDS}
 SMOOTH = {"train.label_smoothing": 0.1}  # without it, few rows make a model that is too sure
 # So little text shows what follows four characters; longer runs of them are nearly all new.
@@ -131,6 +132,8 @@ def fitted(
         settings |= {"train.steps": steps, "train.validate_every": every, "train.patience": PATIENCE}
     if any(name.startswith("tokens.") for name in given):  # tokens, and which are hidden, go together
         settings = {name: settings[name] for name in settings if not name.startswith(("tokens.", HIDDEN))}
+    if any((getattr(recipe.parallel, size) or 1) > 1 for size in DIVIDING):  # none divides vectors of pairs
+        settings = {name: settings[name] for name in settings if name not in PAIRS}
     for name, value in settings.items():
         section, key = name.split(".")
         if name not in given:

@@ -374,7 +374,8 @@ def find_tokenizer(
         return base.tokenizer, base.special
     chosen, sentence = choose(plan, task.tokens, corpus.size)
     assert chosen.kind is not None
-    elsewhere = plan.kind is None and task.usual is DECODER and chosen.kind not in SPELLS_ALL
+    gguf = task.usual is DECODER and "window" not in recipe.model  # else GGUF has no name for the model
+    elsewhere = plan.kind is None and gguf and chosen.kind not in SPELLS_ALL
     job.note(sentence + (f"; for GGUF, set tokens.kind={' or '.join(SPELLS_ALL)}" if elsewhere else ""))
     texts = Texts(corpus.train)
     specials = task.tokens
