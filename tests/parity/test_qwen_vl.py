@@ -22,6 +22,10 @@ from clearhead.hub.checkpoint import rules_of
 from clearhead.hub.files import read_json
 from clearhead.hub.images import JoinedImages
 from clearhead.hub.rules import matches
+from clearhead.inside.attribution import occlusion
+from clearhead.inside.inputs import prepare
+from clearhead.inside.interventions import Site, patched_scores
+from clearhead.inside.lens import contributions
 from clearhead.learn.tasks.images import ids_of, pixels_of_prompt, vectors_of
 from clearhead.run.generate import decode
 from clearhead.variants.images import ImageConfig, placed
@@ -243,3 +247,21 @@ def test_what_does_not_fit_is_refused(folder: pathlib.Path) -> None:
     for axes, words in ((torch.zeros(1, 3, 2), "axes"), (torch.zeros(1, 3, 3), "whole numbers")):
         with pytest.raises(InputError, match=words):
             m.model(torch.tensor([[1, 2, 3]]), axes=axes)
+
+
+def test_looking_inside_goes_by_the_positions_of_the_image(folder: pathlib.Path) -> None:
+    m, prompt = ch.load(folder), ch.ImagePrompt(f"USER: {PICTURED}What? ASSISTANT:", [image(1)])
+    prepared, written = prepare(m, prompt), m.generate(prompt, 1, logprobs=True)
+    assert prepared.tokens.labels[7:12] == ("0,0", "0,1", "0,2", "0,3", "1,0")
+    with torch.no_grad():
+        logits = prepared.run().required_logits[0, -1]
+        counted = dataclasses.replace(prepared, axes=None).run().required_logits[0, -1]
+    assert float((logits - counted).abs().max()) > 1e-4
+    assert float(logits.log_softmax(-1).max()) == pytest.approx(written.logprobs[0], abs=1e-5)
+    logit = pytest.approx(float((logits - logits.mean()).max()), abs=1e-5)
+    assert ch.trace(m, prompt).difference < 1e-5
+    assert contributions(m, prompt).logit == logit
+    assert ch.graph(m, prompt, nodes=8).logit == logit
+    assert occlusion(m, prompt).logit == logit
+    site = Site("blocks.1.attention.out")  # a late layer: rows are resumed there
+    assert float(patched_scores(prepared, {}, [(), (site,)])[0].max()) == pytest.approx(float(logits.max()))

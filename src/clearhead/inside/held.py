@@ -84,7 +84,7 @@ def exact_copy(prepared: Prepared, dtype: torch.dtype = torch.float64) -> Prepar
         for kept in (part._forward_hooks, part._forward_pre_hooks)
     }
     m.model = copy.deepcopy(prepared.model, hooks).cpu().to(dtype).requires_grad_(False)
-    given = {name: getattr(prepared, name) for name in ("main", "source", "types", "vectors")}
+    given = {name: getattr(prepared, name) for name in ("main", "source", "types", "vectors", "axes")}
     given = {name: x if x is None else x.cpu().to(dtype if x.is_floating_point() else x.dtype)
              for name, x in given.items()}  # fmt: skip
     return Prepared(m, tokens=prepared.tokens, source_tokens=prepared.source_tokens, **given)
