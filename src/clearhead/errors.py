@@ -226,9 +226,12 @@ def shaped(value: Any, hint: Any) -> Any:
 
 
 def check_types(table: Any) -> None:
-    """Check every field of a dataclass against its annotation."""
-    for name, hint in hints_of(type(table)).items():
-        check_type(name, getattr(table, name), hint)
+    """Check every field of a dataclass against its annotation; a default is taken to fit its own."""
+    cls = type(table)
+    for name, hint in hints_of(cls).items():
+        value = getattr(table, name)
+        if value is not getattr(cls, name, dataclasses.MISSING):
+            check_type(name, value, hint)
 
 
 def check_type(name: str, value: Any, hint: Any) -> None:
