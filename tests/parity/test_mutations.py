@@ -17,7 +17,7 @@ FIELDS = {
     "Llama scaled": ("rope_scaling", "rope_theta"),
     "Mistral": ("layer_types", "per_layer_config"),
     "gpt-oss": ("swiglu_limit", "swiglu_alpha", "layer_types"),
-    "Qwen3-Next": ("mlp_only_layers",),
+    "Qwen3-Next": ("mlp_only_layers", "norm_topk_prob", "rms_norm_eps"),
     "DeepSeek-V2": ("topk_method", "norm_topk_prob"),
     "DeepSeek-V3": ("scoring_func", "num_key_value_heads"),
     "GLM-4-MoE-Lite": ("first_k_dense_replace", "mlp_layer_types"),
@@ -52,7 +52,7 @@ def wrong(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", FIELDS)
 @pytest.mark.slow
 def test_a_changed_config_is_read_as_the_reference_reads_it(name: str, tmp_path: Path) -> None:
-    assert wrong(list(run(name, tmp_path, share=0.01, fields=FIELDS[name], pairs=2))) == []
+    assert wrong(list(run(name, tmp_path, share=0.0, fields=FIELDS[name], pairs=1))) == []
 
 
 @pytest.mark.parametrize("name", SECTION)
@@ -86,6 +86,6 @@ SETTINGS = {
 def test_changed_settings_are_read_as_the_reference_reads_them(kind: str, name: str, tmp_path: Path) -> None:
     if kind == "sentences":
         pytest.importorskip("sentence_transformers")
-    rows = list(run_settings(kind, name, tmp_path, share=0.02, pairs=1, fields=SETTINGS[kind, name]))
+    rows = list(run_settings(kind, name, tmp_path, share=0.0, pairs=1, fields=SETTINGS[kind, name]))
     assert rows[0]["verdict"] == "equal" and not rows[0]["changes"]
     assert [row for row in rows if row["verdict"] in ("silent", "raw")] == []
