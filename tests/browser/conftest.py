@@ -137,7 +137,7 @@ def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("chromium is not on this machine")
     with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
 
