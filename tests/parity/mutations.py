@@ -33,7 +33,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.errors import ClearheadError
-from clearhead.variants.images import placed
+from clearhead.variants.images import placed, prompt_axes
 from tests.parity import harness, seq2seq
 from tests.parity.encoders import said
 
@@ -130,6 +130,17 @@ IDEFICS3 = {
     "text_config": LLAVA["text_config"],
     "vision_config": dict(VIT, image_size=32, hidden_size=24, hidden_act="gelu"),
     **{"image_token_id": 60, "scale_factor": 2},
+}
+QWEN2_5_VL = {
+    "text_config": dict(
+        GROUPED,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]},
+    ),
+    "vision_config": {
+        **{"depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "patch_size": 4},
+        **{"window_size": 16, "fullatt_block_indexes": [1], "out_hidden_size": 32},
+    },
+    "image_token_id": 60,
 }
 LABELS = {"num_labels": 3}
 BLOCKS = {"block_size": 4, "num_random_blocks": 1}
@@ -238,6 +249,7 @@ SUBJECTS = {
     "ViT": Subject("ViT", VIT, "ForImageClassification"),
     "LLaVA": Subject("Llava", LLAVA, "ForConditionalGeneration"),
     "Idefics3": Subject("Idefics3", IDEFICS3, "ForConditionalGeneration"),
+    "Qwen2.5-VL": Subject("Qwen2_5_VL", QWEN2_5_VL, "ForConditionalGeneration"),
 }
 # Fields that other tools write, that older files have, or that a neighbour's class knows.
 EXTRA: dict[str, list[Any]] = {
@@ -387,6 +399,15 @@ def inputs_of(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         pixels = torch.randn(2, 3, 32, 32, generator=generator)
         ids = torch.cat([ids[:, :3], torch.full((2, 16), 60), ids[:, 3:9]], dim=1)
         return {"input_ids": ids, "pixel_values": pixels[:, None]}, {"ids": ids, "pixels": pixels}
+    if config.model_type == "qwen2_5_vl":  # images of 2 x 3 squares of 2 x 2 patches of 4 x 4 pixels
+        pixels = torch.randn(2, 3, 16, 24, generator=generator)
+        ids = torch.cat([ids[:, :3], torch.full((2, 6), 60), ids[:, 3:9]], dim=1)
+        cut = pixels.view(2, 3, 2, 2, 4, 3, 2, 4).permute(0, 2, 5, 3, 6, 1, 4, 7)
+        patches = cut[:, :, :, :, :, :, None].expand(-1, -1, -1, -1, -1, -1, 2, -1, -1).reshape(48, -1)
+        theirs = {"input_ids": ids, "pixel_values": patches, "mm_token_type_ids": (ids == 60).int()}
+        axes = torch.stack([prompt_axes(row, 60, [(2, 3)]) for row in ids.tolist()])
+        mine = {"ids": ids, "pixels": pixels, "axes": axes}
+        return {**theirs, "image_grid_thw": torch.tensor([[1, 4, 6]] * 2)}, mine
     if config.is_encoder_decoder:
         source = torch.randint(3, 39, (2, 40), generator=generator)
         return {"input_ids": source, "decoder_input_ids": ids}, {"ids": ids, "source": source}

@@ -38,6 +38,7 @@ FIELDS = {
         "tie_word_embeddings",
     ),
     "Idefics3": ("scale_factor", "image_token_id", "tie_word_embeddings"),
+    "Qwen2.5-VL": ("image_token_id", "tie_word_embeddings", "video_token_id"),
     "Whisper": ("num_key_value_heads", "scale_embedding", "max_source_positions"),
 }
 SECTION = {"Llama": ("rope_theta", "rope_parameters", "hidden_act"), "BERT": ("hidden_act", "layer_norm_eps")}
