@@ -7,7 +7,6 @@ import collections
 import hashlib
 import json
 import multiprocessing
-import os
 import statistics
 import subprocess
 import sys
@@ -525,4 +524,5 @@ def run_gpu_ladder() -> None:
             )
     if options.save:
         save("ladder_h200", [body])
-    os._exit(0)  # workers that are not done end with it
+    for worker in multiprocessing.active_children():  # those that are not done
+        worker.kill()
