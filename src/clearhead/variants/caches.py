@@ -21,8 +21,9 @@ from clearhead.core.cache import Cache, LayerKV
 from clearhead.core.config import TABLES, ModelConfig
 from clearhead.core.config.kinds import Full, Kind, Windowed
 from clearhead.core.masks import TokenInfo, join, next_order
-from clearhead.core.positions import RopePositions, Rotary, rotate
+from clearhead.core.positions import Rotary, rotate
 from clearhead.errors import InputError, refuse
+from clearhead.variants.axes import AxesPositions
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ class StreamCache(WindowCache):
         super().__init__()
         self.window, self.n_sink_tokens, self.spec = window, sinks, config.stacks[-1]
         self.ring = Windowed(window - sinks, sinks)  # what each layer that streams holds
-        self.rope = RopePositions(self.spec) if self.spec.positions == "rope" else None
+        self.rope = AxesPositions(self.spec) if self.spec.positions == "rope" else None
         self.rotations: dict[Kind, Rotary] = {}  # what moves the sinks
 
     @property

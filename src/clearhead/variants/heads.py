@@ -100,10 +100,11 @@ class TokenHead(PooledHead):
 
     def forward(self, hidden: Tensor, real: Tensor | None, tap: Tap = SILENT) -> Tensor:
         """Map [B, T, D] -> [B, T, C]."""
-        x = nnf.dropout(self.bent(hidden, tap), self.dropout, self.training)
+        bent = self.bent(hidden, tap)
+        x = nnf.dropout(bent, self.dropout, self.training)
         if self.up is not None and self.down is not None and self.norm is not None:
             wide = tap.step("activated", self.activation(tap.step("up", self.up(x))))  # B T F
-            x = tap.step("norm", self.norm(tap.step("added", hidden + tap.step("down", self.down(wide)))))
+            x = tap.step("norm", self.norm(tap.step("added", bent + tap.step("down", self.down(wide)))))
         return tap.step("out", self.out(x))
 
     @staticmethod
