@@ -156,6 +156,7 @@ def test_a_long_row_equals_the_square_of_weights(name):
     assert worst(run(name, q.float(), k.float(), v.float(), causal=True)[0].double(), right) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_compiled_pass_is_one_graph_with_the_same_gradients():
     given = {"causal": True, "real": padding("gaps"), "chunk": 4, "documents": (PACKED, PACKED)}
 

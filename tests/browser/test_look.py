@@ -60,6 +60,7 @@ def test_play_tells_the_numbers_of_this_run(live, family):
     assert seen.wrong == []
 
 
+@pytest.mark.slow
 def test_play_by_keys_and_from_a_file(live, saved, tmp_path):
     """Arrow keys step, space plays; a saved file plays with no network; who wants less motion sees none."""
     seen = live("decoder")

@@ -227,6 +227,7 @@ def test_next(live, family):
         assert watched.texts("#next-table tbody th") == [choices.name(one) for one in best.indices.tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder"], indirect=True)
 def test_sliders_are_the_sampling_functions(live, family):
     watched, prepared, _ = shown(live, family)
@@ -255,6 +256,7 @@ def test_sliders_are_the_sampling_functions(live, family):
     assert questions() == asked, "a slider asked the server"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ANSWERING, indirect=True)
 def test_ablation(live, family):
     watched, prepared, (given, *target) = shown(live, family)
@@ -296,6 +298,7 @@ def test_cost(live, family):
         assert price.memory.weights in watched.values("#cost .cost-memory td")
 
 
+@pytest.mark.slow
 def test_compare(live, family):
     watched, prepared, (given, *_) = shown(live, family)
     other = given if family == "vit" else "they speak of the king"

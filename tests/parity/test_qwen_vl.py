@@ -69,6 +69,7 @@ def logits(m: ch.Model, row: list[int], images: list[Tensor]) -> Tensor:
     return m.model(ids, vectors=x, axes=own.axes[None]).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", QWEN)
 def test_images_of_any_size(label: str, tmp_path: pathlib.Path) -> None:
     model = build(label, tmp_path / "reference")

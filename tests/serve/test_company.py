@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from tests.serve import mixes
@@ -111,6 +113,7 @@ def near(one: Any, other: Any) -> bool:
     return one == other
 
 
+@pytest.mark.slow
 def test_bodies_of_every_api_in_company_are_answered_as_alone(talker):
     draw = random.Random("company")
     bodies = [drawn_body(draw) for _ in range(45)]

@@ -7,6 +7,7 @@ import pytest
 from tests.serve import mixes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["rope-gqa", "windows", "states", "latent", "translator"])
 def test_every_way_to_ask_gives_one_answer(shape, byte_tokenizer):
     m = mixes.model(shape, byte_tokenizer)

@@ -40,6 +40,7 @@ RUNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", RUNS)
 def test_a_mix_of_requests_equals_each_alone(processes: int, tmp_path: Path, byte_tokenizer) -> None:
     """Greedy and sampled, with prefixes, chunks, draft tokens, preemption and cancelled requests."""

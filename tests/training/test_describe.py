@@ -105,6 +105,7 @@ def colours(m: ch.Model, squares: pathlib.Path) -> list[bool]:
     return answers
 
 
+@pytest.mark.slow
 def test_it_learns_to_name_colours_and_resumes(
     base: pathlib.Path, squares: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:

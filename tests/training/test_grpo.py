@@ -320,6 +320,7 @@ def called_tools(caller, tmp_path_factory):
     return folder, events
 
 
+@pytest.mark.slow
 def test_answers_call_tools_and_only_sampled_tokens_are_learned(caller, called_tools):
     folder, events = called_tools
     figures = [event.figures for event in events if getattr(event, "figures", None)]
