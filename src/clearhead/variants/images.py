@@ -136,17 +136,13 @@ class ImageEncoder(nn.Module):
 
     def _squares(self, pixels: Tensor) -> Tensor:
         """Run the tower on images of one size: [M, C, H, W] -> states of each square [M, N, S·S·E]."""
-        (rows, columns), side, tower = (
-            self.config.squares(pixels.shape),
-            self.config.shuffle,
-            self.config.tower,
-        )
+        rows, columns = self.config.squares(pixels.shape)
+        side, tower = self.config.shuffle, self.config.tower
         patches = patches_of(self.config, pixels)
         order, positions, axes = patch_places(rows, columns, side, window_side(tower) // side)
         order, positions, axes = (x.to(pixels.device) for x in (order, positions, axes))
-        hidden = self.tower(
-            patches[:, order], positions=positions[None], axes=axes[None], logits="none"
-        ).hidden
+        given = {"positions": positions[None], "axes": axes[None]}
+        hidden = self.tower(patches[:, order], **given, logits="none").hidden
         return cast(Tensor, hidden[:, order.argsort()]).reshape(len(pixels), rows * columns, -1)
 
     def _bent(self, states: Tensor) -> Tensor:

@@ -212,10 +212,7 @@ def shown_picture(m: Bundle, image: Any) -> Tensor:
     """Return the pixels of an image that are read, its tiles put together: [C, H, W]."""
     if encoder_of(m).config.any_size:
         return _sized(m, image)
-    height, width = encoder_of(m).config.tower.image_size or (
-        0,
-        0,
-    )  # what is beyond whole patches is not read
+    height, width = encoder_of(m).config.tower.image_size or (0, 0)  # beyond whole patches nothing is read
     rows, columns = grid_of(m, image)
     pixels = torch.stack([*pixels_of_prompt(m, [image])])[..., :height, :width]
     if not rows:

@@ -25,9 +25,7 @@ class PromptVectors:
     places: Tensor  # N: positions in the prompt, ascending
     vectors: Tensor  # N D
     keys: tuple[int, ...]  # the prompt, with a digest at each of these places
-    axes: Tensor | None = (
-        None  # T A: of each token its position on each axis, where images have more than one
-    )
+    axes: Tensor | None = None  # T A: position of each token on each axis, of images of any size
 
     @staticmethod
     def of(
