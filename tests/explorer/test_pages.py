@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from clearhead.inside.interventions import single_parts
 from clearhead.inside.lens import followed, lens
 from clearhead.inside.names import attentions
 from clearhead.inside.patch import patch
-from tests import fresh
+from tests import fresh, llava
 from tests.explorer.toys import HOSTILE, TEXTS, hostile, serving, toy, unpacked
 
 pytestmark = pytest.mark.ledger("F2", "K3")
@@ -177,6 +178,22 @@ def folder(tmp_path_factory):
     where = tmp_path_factory.mktemp("models") / "my-model"
     toy("decoder").save(where)
     return where
+
+
+def test_a_page_of_a_model_that_reads_images_is_served(folder, tmp_path, clearhead, monkeypatch):
+    """By the command up to the server: alone, and compared with another."""
+    sessions, server = [], SimpleNamespace(run=lambda sockets: None)
+
+    def page_server(session, host, port):
+        sessions.append(session)
+        return server, None, "ADDRESS"
+
+    monkeypatch.setattr("clearhead.app.commands.models.page_server", page_server)
+    pictured = llava.sized_directory(tmp_path / "pictured")
+    for places in ((pictured,), (folder, "--compare", pictured)):
+        ran = clearhead("explore", *places, "--no-open")
+        assert (ran.code, "ADDRESS" in ran.err) == (0, True), ran.err
+        assert sessions[-1].models[-1].opener().image_encoder is not None
 
 
 @pytest.mark.slow

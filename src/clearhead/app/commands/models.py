@@ -179,8 +179,11 @@ def explore(
         print(record.export(made, export))
         return
     from clearhead.hub.checkpoint import describe
+    from clearhead.hub.images import has_images
 
-    describe(folder)  # a directory without a model is refused at once, not on the page
+    for each in (folder, compare):  # a directory without a model is refused at once, not on the page
+        if each is not None:
+            describe(each / "text" if has_images(each) else each)
     example = starting_example(text, target, pair)
     folders = [Path(each) for each in features]
     for each in folders:
@@ -189,7 +192,6 @@ def explore(
         Opened(folder.resolve().name, lambda: load_model(folder, tokenizer=tokenizer), example, folders)
     ]
     if compare is not None:
-        describe(compare)
         models.append(Opened(compare.resolve().name, lambda: load_model(compare)))
     server, listening, address = page_server(Session(models), host, port)
     print_notes([f"clearhead explorer: {address}  (Ctrl-C ends it)"])
