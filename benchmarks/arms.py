@@ -54,43 +54,33 @@ class Contest:
 
 
 SHORT = {"train.steps": "2000", "train.validate_every": "200", "train.floor": "0.02"}
+ROTARY = {"model.positions": "rope", "model.dropout": "0.3", "train.lr": "1.5e-3", **SHORT}
+CHANGES: Mapping[str, Mapping[str, str]] = {
+    "dropout 0.3": {},
+    "dropout 0.35": {"model.dropout": "0.35"},
+    "shorter": {"train.steps": "1600", "model.dropout": "0.27"},
+    "QK-norm": {"model.qk_norm": "head", "train.lr": "2e-3"},
+    "value residual": {"model.value_residual": "true"},
+    "mirrored skips": {"model.mirror_skips": "true"},
+    "gated": {"model.activation": "silu", "model.gated": "true", "model.d_ff": "1024"},
+    "zero-initialised outputs": {"model.zero_init": "true"},
+    "weight decay 0.3": {"train.weight_decay": "0.3"},
+    "averaged": {"train.ema": "0.995", "train.floor": "0.1"},
+    "NorMuon": {
+        "model.dropout": "0.4",
+        "train.optimizer": "normuon",
+        "train.muon_coefficients": "polar-express",
+        "train.steps": "1200",
+        "train.validate_every": "100",
+    },
+}
 CONTESTS = {
     "char-gpt": Contest(
         "char-gpt",
         ("tinyshakespeare/input.txt",),
         {
             "recipe": {},
-            "rotary": {"model.positions": "rope", **SHORT},
-            "rotary, dropout 0.3": {
-                "model.positions": "rope",
-                "model.dropout": "0.3",
-                "train.lr": "1.5e-3",
-                **SHORT,
-            },
-            "rotary, dropout 0.35": {
-                "model.positions": "rope",
-                "model.dropout": "0.35",
-                "train.lr": "1.5e-3",
-                **SHORT,
-            },
-            "modern": {**MODERN, "model.dropout": "0.25", **SHORT},
-            "modern, later tokens": {
-                **MODERN,
-                "model.dropout": "0.25",
-                "train.future_tokens": "0.3,0.1",
-                **SHORT,
-            },
-            "modern, averaged": {**MODERN, "model.dropout": "0.3", "train.ema": "0.99", **SHORT},
-            "NorMuon": {
-                **MODERN,
-                "model.dropout": "0.3",
-                "train.optimizer": "normuon",
-                "train.muon_coefficients": "polar-express",
-                "train.cautious_decay": "true",
-                **SHORT,
-                "train.steps": "1200",
-                "train.validate_every": "100",
-            },
+            **{f"rotary, {name}": {**ROTARY, **change} for name, change in CHANGES.items()},
         },
         go_on=2,
     ),
