@@ -419,9 +419,13 @@ def run_decode_slopes() -> None:
     parser = case_parser(run_decode_slopes)
     parser.add_argument("--longest", type=int, default=65_536)
     options = parser.parse_args()
+    if options.longest < 2 * LONG:
+        parser.error(
+            f"--longest {options.longest}: a slope is of {LONG:,} tokens and more: give {2 * LONG} or more"
+        )
     torch.set_num_threads(1)
     keep = KeptParts(options.save)
-    lengths = [n for n in (1024, 16_384, 32_768, 65_536) if n <= options.longest]
+    lengths = [n for n in (1024, LONG, 2 * LONG, 4 * LONG) if n <= options.longest]
     for name, kind in CACHED.items():
         config = ch.ModelConfig(**SHAPE, **kind, max_positions=options.longest + STEPS)
         torch.manual_seed(0)
@@ -457,7 +461,7 @@ def decoded(model: ch.Transformer, lengths: list[int]) -> list[dict[str, float]]
 
 def slope_of_long(points: list[dict[str, float]], name: str) -> float:
     """The slope of log quantity against log length, between the first and last of the long contexts."""
-    long = [point for point in points if point["tokens"] >= LONG] or points
+    long = [point for point in points if point["tokens"] >= LONG]
     first, last = long[0], long[-1]
     return round(math.log(last[name] / first[name]) / math.log(last["tokens"] / first["tokens"]), 3)
 

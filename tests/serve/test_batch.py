@@ -69,6 +69,10 @@ def test_lines_that_cannot_be_are_refused(writer, tmp_path):
     given.write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(InputError, match="is not UTF-8"):
         list(run_batch(ServeEngine(writer), "m", given, out))
+    for empty in (b"", b"\xef\xbb\xbf", b"\n  \r\n\n"):
+        given.write_bytes(empty)
+        with pytest.raises(InputError, match=r"in.jsonl has no request"):
+            list(run_batch(ServeEngine(writer), "m", given, out))
     assert not out.exists()
 
 
@@ -210,12 +214,15 @@ def test_the_command_refuses_its_own_input_a_directory_and_a_text(writer, tmp_pa
         tmp_path / "x" / "o",
     ]
     before = given.read_bytes()
-    for one in wrong:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    for asked, one in [*((given, one) for one in wrong), (empty, tmp_path / "new")]:
         with pytest.raises(SystemExit) as ended:
-            main(["batch", str(tmp_path / "m"), str(given), str(one)])
+            main(["batch", str(tmp_path / "m"), str(asked), str(one)])
         assert ended.value.code == 2
         assert capsys.readouterr().err.count("\n") == 1
     assert (given.read_bytes(), out.read_text()) == (before, "a thesis")
+    assert not (tmp_path / "new").exists()
     out.unlink()
     main(["batch", str(tmp_path / "m"), str(given), str(out)])
     main(["batch", str(tmp_path / "m"), str(given), str(out)])

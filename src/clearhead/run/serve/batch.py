@@ -65,7 +65,9 @@ def write_answers(
 
 
 def check_files(given: Path, out: Path) -> None:
-    """Refuse a file of answers that can be none, or that is the file of requests under whatever name."""
+    """Refuse a file of requests without one; a file of answers that can be none, or that is the requests'."""
+    with given.open(encoding="utf-8-sig", errors="replace") as lines:
+        refuse(not any(map(str.strip, lines)), f"{given} has no request: write one JSON object on each line")
     refuse(not out.parent.is_dir(), f"{out.parent} is not a directory: {out} cannot be written")
     refuse(out.exists() and not out.is_file(), f"{out} is not a file: name one that answers can be added to")
     refuse(
