@@ -86,10 +86,12 @@ def test_what_is_padded_up_has_the_same_loss_and_gradient(family, share):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder", "vit", "lora"])
-def test_recorded_steps_train_as_plain_ones(family, tmp_path, recording, monkeypatch):
+@pytest.mark.parametrize("kind", ["decoder", "decoder normuon", "encoder", "encoder-decoder", "vit", "lora"])
+def test_recorded_steps_train_as_plain_ones(kind, tmp_path, recording, monkeypatch):
+    family, _, optimizer = kind.partition(" ")
     data = meshes.write_data(family, tmp_path / "data")
     settings = {"model.attention": "full"} if family == "decoder" else {}
+    settings |= {"train.optimizer": optimizer} if optimizer else {}
     perform(family, data, tmp_path / "recorded", **settings)
     assert recording["recorded"] > 1 and recording["passes"] >= 10
     plainly(monkeypatch)
@@ -152,11 +154,14 @@ def test_what_cannot_be_recorded_goes_on_and_says_why(tmp_path, recording, monke
 
 
 @pytest.mark.skipif(not THERE, reason="CUDA graphs are of GPUs")
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_on_a_gpu_a_replay_is_the_step_itself(precision, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("precision", "optimizer"), [("float32", "adamw"), ("bfloat16", "adamw"), ("bfloat16", "normuon")]
+)
+def test_on_a_gpu_a_replay_is_the_step_itself(precision, optimizer, tmp_path, monkeypatch):
     """Dropout included: a replay draws from the seed of its step what the kernels themselves would."""
     data = meshes.write_data("encoder-decoder", tmp_path / "data")
     settings = {"train.precision": precision, "model.dropout": 0.2, "train.steps": 50}
+    settings |= {"train.optimizer": optimizer, "train.lr": 1e-2 if optimizer == "adamw" else 1e-3}
     perform("encoder-decoder", data, tmp_path / "recorded", **settings)
     monkeypatch.setattr(steps.GraphRecorder, "record", lambda self, launch: launch)
     perform("encoder-decoder", data, tmp_path / "launched", **settings)

@@ -169,14 +169,17 @@ def kept(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("how", "loss"),
-    [("adamw", True), ("adafactor", False), ("muon", True), ("recorded", False), ("adamw", False)],
+    [
+        *[("adamw", True), ("adafactor", False), ("muon", True), ("adamw", False)],
+        *[("recorded adamw", False), ("recorded normuon", False)],
+    ],
 )
 def test_a_step_that_is_not_finite_changes_nothing_and_is_told(text, tmp_path, plant, how, loss, monkeypatch):
-    monkeypatch.setattr(prepare, "can_capture", lambda run: how == "recorded")
+    *recorded, optimizer = how.split()
+    monkeypatch.setattr(prepare, "can_capture", lambda run: bool(recorded))
     plant({5, 8, 9}, loss)
     told = []
-    more = "" if how == "recorded" else f"train.optimizer={how}"
-    done = run(text, tmp_path / "run", f"{EVERY} {more}", on_event=told.append)
+    done = run(text, tmp_path / "run", f"{EVERY} train.optimizer={optimizer}", on_event=told.append)
     assert (done.step, done.reason, done.skipped) == (12, "done", 3)
     for step in range(2, 13):
         before, after = kept(tmp_path / "run", step - 1), kept(tmp_path / "run", step)
@@ -249,9 +252,9 @@ def test_a_command_tells_at_the_end(text, tmp_path, plant, clearhead):
     assert "1 of 8 steps were skipped: their loss or gradient was not finite" in said
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon"])
+@pytest.mark.parametrize("kind", ["adamw", "adafactor", "muon", "normuon"])
 def test_what_is_recorded_has_an_optimizer_that_skips_by_itself(kind):
-    """Muon is an AdamW that is not fused: told of an infinite gradient on a GPU, it would stop the run."""
+    """A recorded step does not wait to see whether its gradient is finite."""
     model = build()
     made = optim.make_optimizer(model, TrainPlan(optimizer=kind), torch.device("cpu"))
     on_gpu = SimpleNamespace(
@@ -263,10 +266,18 @@ def test_what_is_recorded_has_an_optimizer_that_skips_by_itself(kind):
         terms=Terms(),
         task=TASKS["lm"],
     )
-    assert captured.can_capture(on_gpu) is (kind == "adamw")
-    if kind == "adamw":
+    assert captured.can_capture(on_gpu) is (kind != "adafactor")
+    if kind == "adafactor":
+        return
+    for bad in (False, True):
         for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, math.nan)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        optim.step_unless(made, torch.tensor(True))
-        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+            parameter.grad = torch.full_like(parameter, math.nan if bad else 0.5)
+        before = [value.clone() for value in (*model.parameters(), *tensors_of(made))]
+        optim.step_unless(made, torch.tensor(bad))
+        after = (*model.parameters(), *tensors_of(made))
+        assert bad is (len(before) == len(after) and all(map(torch.equal, before, after)))
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """All that an optimizer keeps."""
+    return [value for kept in optimizer.state.values() for value in kept.values()]

@@ -249,14 +249,14 @@ def test_muon_is_torchs_for_matrices_of_blocks_and_adamw_for_the_rest():
 
 def test_orthogonal_matrices_have_singular_values_near_one():
     for shape in ((24, 16), (16, 24), (16, 16)):
-        values = torch.linalg.svdvals(orthogonal(torch.randn(shape) * 1e-6))
+        values = torch.linalg.svdvals(orthogonal(torch.randn(1, *shape) * 1e-6))
         assert values.min() > 0.3 and values.max() < 1.3
-    assert torch.equal(orthogonal(torch.zeros(3, 4)), torch.zeros(3, 4))  # an expert without tokens
+    assert torch.equal(orthogonal(torch.zeros(1, 3, 4)), torch.zeros(1, 3, 4))  # an expert without tokens
 
 
 @pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
 def test_polar_express_ends_closer_to_an_orthogonal_matrix(shape):
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 1e-6
+    matrix = torch.randn((1, *shape), generator=torch.Generator().manual_seed(1)) * 1e-6
     spread = [(torch.linalg.svdvals(orthogonal(matrix, way)) - 1).abs().mean() for way in COEFFICIENTS]
     assert 1.8 * spread[1] < spread[0]
 
@@ -275,7 +275,7 @@ def test_normuon_and_cautious_decay_are_their_formulas(optimizer):
         set_lr(made, 0.02)
         made.step()
         momentum = 0.95 * momentum + 0.05 * gradient
-        update = orthogonal((0.05 * gradient + 0.95 * momentum).float()).double()
+        update = orthogonal((0.05 * gradient + 0.95 * momentum).float()[None])[0].double()
         if optimizer == "normuon":
             rows = 0.95 * rows + 0.05 * (update**2).mean(1)
             update = torch.stack([row / total.sqrt() for row, total in zip(update, rows)])

@@ -55,7 +55,7 @@ def can_capture(run: TrainingRun) -> bool:
         and run.world.mesh is None
         and not (run.precision.scaled or run.plan.checkpointing or run.plan.window_schedule)
         and not run.plan.mtp_weight
-        and run.optimizer.defaults.get("fused")  # which skips a step by itself; Muon and Adafactor cannot
+        and run.optimizer.defaults.get("fused")  # which skips a step by itself; Adafactor cannot
         and not config.n_experts
         and config.depth_capacity == 1
     )

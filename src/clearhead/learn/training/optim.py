@@ -38,6 +38,7 @@ COEFFICIENTS = {
 CUSHION = {"jordan": 1.0, "polar-express": 1.02}  # what the norm is multiplied by: its rounds diverge above 1
 ROW_DECAY = 0.95  # of NorMuon's running mean square of each row
 LIKE_ADAMW = 0.2  # the root mean square of a usual update of AdamW
+TOGETHER = 2**26  # numbers of matrices that are orthogonalised at once
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
@@ -228,14 +229,15 @@ def batches_of(plan: TrainPlan, step: int, steps: int) -> range:
 class Muon(torch.optim.AdamW):
     """Muon for groups that are `orthogonal`, AdamW for the others.
 
-    A matrix of which this process holds a part is gathered, and each of its processes orthogonalises it.
-    NorMuon (Li et al., 2025) divides each row of that, which makes one neuron, by its running size.
+    Matrices of one shape are orthogonalised together. One of which this process holds a part is gathered, and
+    each of its processes does so. NorMuon (Li et al., 2025) divides each row of that, which makes one neuron,
+    by its running size.
     """
 
     def __init__(
         self, groups: list[dict[str, Any]], device: torch.device, plan: TrainPlan, **settings: Any
     ) -> None:
-        super().__init__(groups, **settings)
+        super().__init__(groups, fused=device.type in FUSED, **settings)
         narrow = plan.precision in ("bfloat16", "float8")
         self.device, self.dtype = device, torch.bfloat16 if narrow else torch.float32  # of the matmuls
         self.coefficients, self.cautious = plan.muon_coefficients, plan.cautious_decay
@@ -243,46 +245,80 @@ class Muon(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Take a step; gradients of matrices are used up."""
-        for group in self.param_groups:
-            for parameter in group["params"] if group["orthogonal"] else ():
-                if parameter.grad is not None:
-                    self._move(parameter, group["lr"], group["weight_decay"])
-                    parameter.grad = None  # so that AdamW passes it over
-        return super().step(closure)
+        groups = self.param_groups
+        for group in groups:
+            matrices = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for shape in dict.fromkeys(matrix.shape for matrix in matrices if group["orthogonal"]):
+                alike = [matrix for matrix in matrices if matrix.shape == shape]
+                most = max(1, TOGETHER // shape.numel())
+                for begin in range(0, len(alike), most):
+                    self._move(alike[begin : begin + most], group["lr"], group["weight_decay"])
+        self.param_groups = [group for group in groups if not group["orthogonal"]]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
 
     @torch.no_grad()
-    def _move(self, parameter: Tensor, rate: float, decay: float) -> None:
-        gradient, kept = parameter.grad, self.state[parameter]
-        assert gradient is not None
-        if not kept:
-            kept["momentum"] = torch.zeros_like(gradient)
-        local(kept["momentum"]).lerp_(local(gradient), 1 - MOMENTUM)
-        local(gradient).lerp_(local(kept["momentum"]), MOMENTUM)  # Nesterov's
-        update = orthogonal(whole(gradient).to(self.device, self.dtype), self.coefficients)
-        here, size = local(parameter), LIKE_ADAMW * math.sqrt(max(parameter.shape))
+    def _move(self, matrices: Sequence[Tensor], rate: float | Tensor, decay: float) -> None:
+        """Move matrices of one shape, unless `found_inf` says that this step is to be skipped."""
+        kept = [self.state[matrix] for matrix in matrices]
+        used = [matrix.grad for matrix in matrices if matrix.grad is not None]  # all have one
+        for gradient, state in zip(used, kept):
+            if not state:
+                state["momentum"] = torch.zeros_like(gradient)
+        here = [local(matrix) for matrix in matrices]
+        gradients = [local(gradient) for gradient in used]
+        momenta = [local(state["momentum"]) for state in kept]
+        skip: Tensor | None = getattr(
+            self, "found_inf", None
+        )  # on the device, which the host does not wait for
+        if skip is not None:
+            rate = rate * (1 - skip)
+            for gradient, momentum in zip(gradients, momenta):
+                torch.where(skip.bool().to(gradient.device), momentum, gradient, out=gradient)
+        torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
+        torch._foreach_lerp_(gradients, momenta, MOMENTUM)  # Nesterov's
+        update = torch.stack([whole(gradient).to(self.device, self.dtype) for gradient in used])
+        update = orthogonal(update, self.coefficients)
+        size = LIKE_ADAMW * math.sqrt(max(matrices[0].shape))
         if self.by_row:
-            update = self._rows_alike(update.float(), kept, here.device)
-            size = LIKE_ADAMW * math.sqrt(parameter.numel())  # its norm is 1
-        update = part_like(update, parameter).to(here.device, here.dtype)
-        shrunk = rate * decay * (update * here > 0) if self.cautious else rate * decay
-        here.mul_(1 - shrunk).add_(update, alpha=-rate * size)
+            update = self._rows_alike(update.float(), kept, here[0].device, skip)
+            size = LIKE_ADAMW * math.sqrt(matrices[0].numel())  # its norm is 1
+        parts = [part_like(each, matrix) for each, matrix in zip(update, matrices)]
+        moves = [part.to(own.device, own.dtype) for part, own in zip(parts, here)]
+        if self.cautious:
+            for own, move in zip(here, moves):
+                own.mul_(1 - rate * decay * (move * own > 0))
+        else:
+            torch._foreach_mul_(here, 1 - rate * decay)
+        torch._foreach_mul_(moves, -rate * size)
+        torch._foreach_add_(here, moves)
 
-    def _rows_alike(self, update: Tensor, kept: dict[str, Tensor], place: torch.device) -> Tensor:
-        """Divide each row of an update [N, D] by its running size; then all by the norm."""
-        squares = update.square().mean(1, keepdim=True)  # N 1
-        if "rows" not in kept:
-            kept["rows"] = torch.zeros_like(squares, device=place)
-        rows = kept["rows"].lerp_(squares.to(place), 1 - ROW_DECAY)
+    def _rows_alike(
+        self, update: Tensor, kept: Sequence[dict[str, Tensor]], place: torch.device, skip: Tensor | None
+    ) -> Tensor:
+        """Divide each row of updates [K, N, D] by its running size; then each matrix by its norm."""
+        squares = update.square().mean(2, keepdim=True).to(place)  # K N 1
+        for state, square in zip(kept, squares):
+            if "rows" not in state:
+                state["rows"] = torch.zeros_like(square)
+        rows = torch.stack([state["rows"] for state in kept])
+        squares = squares if skip is None else torch.where(skip.bool().to(place), rows, squares)
+        rows.lerp_(squares, 1 - ROW_DECAY)
+        torch._foreach_copy_([state["rows"] for state in kept], list(rows))
         update = update / rows.to(update.device).sqrt().clamp(min=1e-10)
-        norm: Tensor = torch.linalg.matrix_norm(update)
+        norm: Tensor = torch.linalg.matrix_norm(update, keepdim=True)
         return update / norm.clamp(min=1e-10)
 
 
-def orthogonal(matrix: Tensor, coefficients: str = "jordan") -> Tensor:
-    """Return a matrix [N, D] with the same singular vectors, and singular values near 1."""
-    x: Tensor = matrix / (torch.linalg.matrix_norm(matrix) * CUSHION[coefficients]).clamp(min=1e-7)
-    x = x.mT if matrix.shape[0] > matrix.shape[1] else x
+def orthogonal(matrices: Tensor, coefficients: str = "jordan") -> Tensor:
+    """Return matrices [K, N, D] with the same singular vectors, and singular values near 1."""
+    norm = torch.linalg.matrix_norm(matrices, keepdim=True)
+    x: Tensor = matrices / (norm * CUSHION[coefficients]).clamp(min=1e-7)
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = x.mT if tall else x
     for a, b, c in COEFFICIENTS[coefficients]:
         square = x @ x.mT
-        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
-    return x.mT if matrix.shape[0] > matrix.shape[1] else x
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
