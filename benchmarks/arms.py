@@ -42,7 +42,7 @@ GATED = {
 class Contest:
     """A recipe, its data, and the settings that are compared; the first arm is the recipe itself."""
 
-    recipe: str
+    recipe: str  # "": what the data decides
     train: tuple[str, ...]
     arms: Mapping[str, Mapping[str, str]]
     validation: tuple[str, ...] = ()
@@ -57,6 +57,12 @@ SHORT = {"train.steps": "2000", "train.validate_every": "200", "train.floor": "0
 ROTARY = {"model.positions": "rope", "model.dropout": "0.3", "train.lr": "1.5e-3", **SHORT}
 CHANGES: Mapping[str, Mapping[str, str]] = {
     "dropout 0.3": {},
+    "QK-norm, weight decay 0.3": {
+        "model.qk_norm": "head",
+        "train.lr": "2e-3",
+        "train.weight_decay": "0.3",
+        "train.steps": "1800",
+    },
     "dropout 0.35": {"model.dropout": "0.35"},
     "shorter": {"train.steps": "1600", "model.dropout": "0.27"},
     "QK-norm": {"model.qk_norm": "head", "train.lr": "2e-3"},
@@ -74,7 +80,56 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
         "train.validate_every": "100",
     },
 }
+
+
+def decoder(width: int, layers: int, steps: int, dropout: float, rate: float) -> dict[str, str]:
+    """Return settings of a decoder with Qwen3's parts and NorMuon, on rows of 256 tokens."""
+    shape = {"d_model": width, "n_layers": layers, "n_heads": width // 64, "max_positions": 256}
+    shape |= {"positions": "rope", "norm": "rmsnorm", "bias": "false", "qk_norm": "head", "dropout": dropout}
+    shape |= {
+        "activation": "silu",
+        "gated": "true",
+        "d_ff": width * 8 // 3 // 16 * 16,
+        "tie_embeddings": "true",
+    }
+    train = {"optimizer": "normuon", "muon_coefficients": "polar-express", "cautious_decay": "true"}
+    train |= {"lr": rate, "floor": 0.02, "steps": steps, "validate_every": steps // 10}
+    keys = {f"model.{name}": str(value) for name, value in shape.items()}
+    return {**keys, **{f"train.{name}": str(value) for name, value in train.items()}, "data.batch_size": "64"}
+
+
 CONTESTS = {
+    "books": Contest(  # what clearhead train does with 13 MB of text on a GPU
+        "",
+        ("books.txt.gz",),
+        {
+            "default": {},
+            "384 wide, 1,000 steps": decoder(384, 6, 1000, 0.1, 1e-3),
+            "512 wide, 1,500 steps": decoder(512, 8, 1500, 0.1, 1e-3),
+            "512 wide, dropout 0.2": decoder(512, 8, 1500, 0.2, 1e-3),
+        },
+        go_on=0,
+    ),
+    "books, 3 MB": Contest(
+        "",
+        ("books-3MB.txt",),
+        {
+            "default": {},
+            "256 wide": decoder(256, 4, 600, 0.2, 1e-3),
+            "384 wide": decoder(384, 6, 600, 0.3, 1e-3),
+        },
+        go_on=0,
+    ),
+    "a play, 1 MB": Contest(
+        "",
+        ("tinyshakespeare/input.txt",),
+        {
+            "default": {},
+            "256 wide": decoder(256, 4, 300, 0.3, 1e-3),
+            "384 wide": decoder(384, 6, 300, 0.4, 1e-3),
+        },
+        go_on=0,
+    ),
     "char-gpt": Contest(
         "char-gpt",
         ("tinyshakespeare/input.txt",),
@@ -135,7 +190,8 @@ class Race:
         if contest.validation:
             settings["data.validation"] = json.dumps([self.path(file) for file in contest.validation])
         command = [sys.executable, "-m", "clearhead", "train", *map(self.path, contest.train)]
-        command += ["--recipe", contest.recipe, "--out", str(folder), "--overwrite"]
+        command += ["--recipe", contest.recipe] if contest.recipe else []
+        command += ["--out", str(folder), "--overwrite"]
         for key, value in settings.items():
             command += ["--set", f"{key}={value}"]
         found: dict[str, object] = {"contest": name, "arm": arm, "seed": seed, "alone": alone}

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from torch import nn
 
 import clearhead as ch
 from clearhead.labs.lab.experiment import interval
-from clearhead.labs.lab.ladder import ARMS, BASELINE, EVERYTHING, SIZES, Watch, shares_of
+from clearhead.labs.lab.ladder import ARMS, BASELINE, EVERYTHING, SIZES, Watch, shares_of, sized
 from clearhead.learn.training.machine import narrow
 from clearhead.run.kernels.training import join_projections, suit_narrow
 
@@ -316,7 +316,7 @@ def run_same_bits() -> None:
 
 
 TEXTS, UNSEEN = ("books.txt.gz", "wiki.txt.gz"), ("unseen-books.txt.gz", "unseen-wiki.txt.gz")
-CHECKS, ROW, ROWS = 20, 256, 64  # validations; tokens of a row; rows of a batch
+CHECKS, ROW, ROWS = 12, 256, 64  # validations; tokens of a row; rows of a batch
 GPU_SIZES: dict[str, dict[str, Any]] = {
     "12M": {"model.d_model": 384, "model.n_layers": 6, "model.n_heads": 6, "train.lr": 1e-3},
     "45M": {"model.d_model": 640, "model.n_layers": 8, "model.n_heads": 10, "train.lr": 8e-4},
@@ -342,6 +342,7 @@ def settings_of(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     size, arm, seed = job
     own: dict[str, Any] = {**SHARED, **GPU_SIZES[size]}
     own |= {"train.lr": 2 * own["train.lr"]} if arm == DOUBLE else ARMS[arm]
+    own = sized(own)
     if "train.window_schedule" in own:  # the lab's rows are of 64 tokens
         own["train.window_schedule"] = (ROW // 4, ROW // 2)
     every = max(1, options.steps // CHECKS)
@@ -444,8 +445,14 @@ def keep(runs: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, A
     return body
 
 
-def jobs(runs: list[dict[str, Any]]) -> Iterator[Job | None]:
-    """Yield the runs in their order; None: wait for one that is under way."""
+def jobs(runs: list[dict[str, Any]], chosen: Sequence[str]) -> Iterator[Job | None]:
+    """Yield the runs in their order; None: wait for one that is under way.
+
+    `chosen`: these arms alone, with every seed.
+    """
+    if chosen:
+        yield from ((size, arm, seed) for seed in SEEDS for size in TWO for arm in chosen)
+        return
     arms = [BASELINE, EVERYTHING, *(arm for arm in ARMS if arm not in (BASELINE, EVERYTHING)), DOUBLE]
     first = [(size, arm, 0) for size in TWO for arm in arms]
     yield from first
@@ -479,6 +486,7 @@ def run_gpu_ladder() -> None:
     parser.add_argument("--side-by-side", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=490)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--arms", nargs="*", default=[], help="these alone, each with three seeds")
     parser.add_argument("--tiny", action="store_true", help="a trial on a CPU")
     options = parser.parse_args()
     options.device = "cpu" if options.tiny else "cuda"
@@ -493,7 +501,7 @@ def run_gpu_ladder() -> None:
     runs: list[dict[str, Any]] = []
     took: dict[str, float] = {}  # seconds of the slowest run of each size
     active: dict[Future[dict[str, Any]], Job] = {}
-    todo = jobs(runs)
+    todo = jobs(runs, options.arms)
     pool = ProcessPoolExecutor(options.side_by_side, context)
     body: dict[str, Any] = {}
     waiting = True

@@ -36,6 +36,10 @@ SHARED: Mapping[str, Any] = {
 }
 MUON = {"train.optimizer": "muon"}
 NORMUON = {"train.optimizer": "normuon", "train.muon_coefficients": "polar-express"}
+QWEN3 = {
+    **{"model.positions": "rope", "model.norm": "rmsnorm", "model.bias": False, "model.qk_norm": "head"},
+    **{"model.activation": "silu", "model.gated": True},
+}
 ARMS: Mapping[str, Mapping[str, Any]] = {
     BASELINE: {},
     "rotary positions": {"model.positions": "rope"},
@@ -58,6 +62,8 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "warm-up then stable then decay": {"train.schedule": "wsd"},
     "windows that widen": {"train.window_schedule": (16, 32)},
     "batches that grow": {"train.accumulate_schedule": (1, 2)},
+    "Qwen3's parts": QWEN3,
+    "Qwen3's parts and NorMuon": {**QWEN3, **NORMUON, "train.cautious_decay": True},
     EVERYTHING: {
         "model.positions": "rope",
         "model.norm": "rmsnorm",
@@ -97,13 +103,19 @@ class Watch:
         self.mark = self.clock()
 
 
+def sized(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in which a gated feed-forward, of three matrices, is as large as a plain one of two."""
+    width = settings["model.d_model"] * 8 // 3 // 16 * 16
+    return {**settings, "model.d_ff": width} if settings.get("model.gated") else dict(settings)
+
+
 def run_arm(changes: Mapping[str, Any], setting: Conditions) -> Numbers:
     """Train the model with these settings at each size; return its loss and curves over tokens and time."""
     steps, numbers = setting.steps(STEPS), Numbers()
     every = max(1, steps // CHECKS)
     for size, shape in SIZES.items():
         own: Settings = {
-            **{**SHARED, **shape, **changes},
+            **sized({**SHARED, **shape, **changes}),
             **{"train.steps": steps, "train.validate_every": every, "train.save_every": steps},
             **{"train.log_every": every, "train.seed": setting.seed, "train.device": setting.device},
         }
