@@ -17,7 +17,7 @@ import clearhead as ch
 from tests.parity.harness import LOGITS, close, config_of, reference
 from tests.parity.test_decoders import DELTA, FULL, GROUPED, GROUPS, LATENT, NEXT, SPARSE, TIED
 
-LAYERS = 2  # of the model; the reference has one more, which is the block of the MTP layer
+LAYERS = 2  # of the model; the reference has more, which are the blocks of the MTP layers
 CASES = {
     "DeepseekV3": dict(LATENT | GROUPS, first_k_dense_replace=1),
     "Glm4MoeLite": dict(LATENT | TIED),
@@ -26,31 +26,34 @@ CASES = {
 }
 
 
-def with_head(kind, folder):
-    """Save a model of two layers with an MTP layer; return the model of three that it is made of."""
-    options = dict(CASES[kind], num_hidden_layers=LAYERS + 1)
+def with_head(kind, folder, depths=1):
+    """Save a model of two layers with MTP layers; return the model of all of them that it is made of."""
+    options = dict(CASES[kind], num_hidden_layers=LAYERS + depths)
     whole = reference(f"{kind}ForCausalLM", config_of(kind, options), folder)
     tensors, D = load_file(folder / "model.safetensors"), whole.config.hidden_size
     generator = torch.Generator().manual_seed(7)
-    apart, last = kind == "Qwen3Next", f"model.layers.{LAYERS}"
+    apart, more, parts = kind == "Qwen3Next", {}, []
     names = ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     names = names if apart else ("eh_proj", "enorm", "hnorm", "shared_head.norm")
-    prefix = "mtp" if apart else last
     shapes = ((D, 2 * D), (D,), (D,), (D,))
-    more = {
-        f"{prefix}.{name}.weight": torch.randn(shape, generator=generator) * (0.2 if len(shape) > 1 else 1)
-        for name, shape in zip(names, shapes)
-    }
-    parts = [more[f"{prefix}.{name}.weight"] for name in names]
-    if apart:
-        tensors = {name.replace(last, "mtp.layers.0"): tensor for name, tensor in tensors.items()}
-    else:
-        table = tensors["model.embed_tokens.weight"]
-        more[f"{last}.embed_tokens.weight"] = table.clone()
-        more[f"{last}.shared_head.head.weight"] = tensors.get("lm_head.weight", table).clone()
+    for last in (f"model.layers.{LAYERS + depth}" for depth in range(depths)):
+        prefix = "mtp" if apart else last
+        own = {
+            f"{prefix}.{name}.weight": torch.randn(shape, generator=generator)
+            * (0.2 if len(shape) > 1 else 1)
+            for name, shape in zip(names, shapes)
+        }
+        parts.append([own[f"{prefix}.{name}.weight"] for name in names])
+        more |= own
+        if apart:
+            tensors = {name.replace(last, "mtp.layers.0"): tensor for name, tensor in tensors.items()}
+        else:
+            table = tensors["model.embed_tokens.weight"]
+            more[f"{last}.embed_tokens.weight"] = table.clone()
+            more[f"{last}.shared_head.head.weight"] = tensors.get("lm_head.weight", table).clone()
     save_file({**tensors, **more}, folder / "model.safetensors")
     settings = json.loads((folder / "config.json").read_text())
-    settings |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": 1}
+    settings |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": depths}
     for key in ("layer_types", "mlp_layer_types"):
         if settings.get(key):
             settings[key] = settings[key][:LAYERS]
@@ -58,48 +61,61 @@ def with_head(kind, folder):
     return whole, parts
 
 
-def drafted(whole, parts, states, ids, offset):
-    """The logits of drafts: of each state with the token after it."""
+def deeper(whole, depth, parts, states, ids, offset):
+    """The states of the next depth: of each state with the token so many places later."""
     (project, token_norm, hidden_norm, norm), eps = parts, whole.config.rms_norm_eps
 
     def rms(x, weight):
         return F.rms_norm(x, x.shape[-1:], weight + offset, eps)
 
-    x = torch.cat([rms(whole.model.embed_tokens(ids[:, 1:]), token_norm), rms(states, hidden_norm)], -1)
-    x, T = x @ project.T, ids.shape[1] - 1
-    positions = torch.arange(T)[None]
-    x = whole.model.layers[LAYERS](
+    T = ids.shape[1] - 1 - depth
+    tokens = whole.model.embed_tokens(ids[:, 1 + depth :])
+    x = torch.cat([rms(tokens, token_norm), rms(states[:, :T], hidden_norm)], -1)
+    x, positions = x @ project.T, torch.arange(T)[None]
+    x = whole.model.layers[LAYERS + depth](
         x,
         attention_mask=torch.full((1, 1, T, T), float("-inf")).triu(1),
         position_embeddings=whole.model.rotary_emb(x, positions),
         position_ids=positions,
     )
-    return whole.lm_head(rms(x[0] if isinstance(x, tuple) else x, norm))
+    return rms(x[0] if isinstance(x, tuple) else x, norm)
 
 
 @torch.no_grad()
 @pytest.mark.ledger("L6", "W2")
-@pytest.mark.parametrize("kind", CASES)
-def test_the_layer_of_a_file_drafts_and_is_written_back(kind, tmp_path):
-    whole, parts = with_head(kind, tmp_path)
+@pytest.mark.parametrize(("kind", "depths"), [*((kind, 1) for kind in CASES), ("DeepseekV3", 5)])
+def test_the_layers_of_a_file_draft_and_are_written_back(kind, depths, tmp_path):
+    whole, parts = with_head(kind, tmp_path, depths)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     m = ch.load(tmp_path)
     ids = torch.randint(3, 61, (2, 20), generator=torch.Generator().manual_seed(3))
     ours, states = m.model(ids, mtp=True), theirs.model(ids).last_hidden_state
-    assert m.config.n_mtp_layers == 1
+    assert m.config.n_mtp_layers == len(ours.mtp) == depths
     close("logits", ours.logits, theirs(ids).logits, LOGITS)
-    wanted = drafted(whole, parts, states[:, :-1], ids, float(kind == "Qwen3Next"))
-    close("drafts", m.model.head(ours.mtp[0][:, :-1], None), wanted, LOGITS)
+    for depth, (own, found) in enumerate(zip(parts, ours.mtp)):
+        states = deeper(whole, depth, own, states, ids, float(kind == "Qwen3Next"))
+        drafts = m.model.head(found[:, : states.shape[1]], None)
+        close(f"drafts {depth}", drafts, whole.lm_head(states), LOGITS)
     m.save(tmp_path / "saved")
     before, after = (load_file(path / "model.safetensors") for path in (tmp_path, tmp_path / "saved"))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     settings = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert settings["num_nextn_predict_layers"] == 1
+    assert settings["num_nextn_predict_layers"] == depths
     if kind == "Qwen3Next":
         with pytest.raises(ch.InputError, match="cannot take a rejected token back"):
             m.generate([5, 6, 7], 4, draft="mtp")
     else:
         assert m.generate([5, 6, 7], 24, draft="mtp").ids == m.generate([5, 6, 7], 24).ids
+
+
+def test_more_layers_than_a_family_has_are_saved_under_our_own_names(tmp_path):
+    """Qwen3-Next has one."""
+    with_head("Qwen3Next", tmp_path)
+    config = ch.load(tmp_path).config.replace(n_mtp_layers=2)
+    m = ch.Model(ch.Transformer(config))
+    m.save(tmp_path / "saved")
+    saved, ours = ch.load(tmp_path / "saved").model.state_dict(), m.model.state_dict()
+    assert saved.keys() == ours.keys() and all(torch.equal(saved[name], ours[name]) for name in ours)
 
 
 @torch.no_grad()

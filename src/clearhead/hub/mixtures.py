@@ -29,7 +29,7 @@ from clearhead.hub.llama import (
     llama_rules,
     shape,
 )
-from clearhead.hub.mtp import ALIASES, APART, NEXTN
+from clearhead.hub.mtp import ALIASES, APART, NEXT_ONE
 from clearhead.hub.rope import rope
 from clearhead.hub.rules import EXPERTS, INTERLEAVED_EXPERTS, Rule, grouped, joined, same
 from clearhead.variants.kinds import GatedDeltaKind
@@ -256,7 +256,7 @@ QWEN3_NEXT = llama_like(
     rope(fraction=0.25),
     ConfigPart(_read_layers, _write_layers),
     mixture(512, 10, 512, shared=512, summed=True),
-    NEXTN,
+    NEXT_ONE,
     rules=(
         *llama_rules(qkvo=""),
         *(dataclasses.replace(rule, needs=f"{OURS}.conv") for rule in DELTA_RULES),

@@ -6,6 +6,7 @@ other layer is carried, and written back as it was.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -24,7 +25,12 @@ def _read_count(theirs: Json) -> Json:
     return COUNT.read(theirs) if str(named).endswith("ForCausalLM") else {}  # no other head predicts tokens
 
 
+def _write_one(config: ModelConfig) -> Json:
+    return COUNT.write(config.replace(n_mtp_layers=min(config.n_mtp_layers, 1)))
+
+
 NEXTN = ConfigPart(_read_count, COUNT.write)
+NEXT_ONE = ConfigPart(_read_count, _write_one)  # files that have one layer at most
 ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
 
 
@@ -35,7 +41,6 @@ class MTPTensors:
     block: str  # the block of a layer
     modules: Mapping[str, str]  # what it has besides: theirs, ours
     copies: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # theirs: the tensor, our parameter
-    most: int = 1  # layers
 
     def rules(self, config: ModelConfig, rules: tuple[Rule, ...]) -> Iterator[Rule]:
         """Yield the rules for the layers of a model; `rules` are those of its other tensors."""
@@ -78,10 +83,10 @@ class MTPTensors:
         return tuple(f"{block}.*" for block in blocks)
 
     def _present(self, config: ModelConfig, entries: Mapping[str, Entry]) -> list[str]:
-        first = next(iter(self.modules))
-        there = [self._named(f"{first}.weight", config, number) in entries for number in range(self.most)]
-        count = there.index(False) if False in there else self.most
-        return [self._named(self.block, config, number) for number in range(count)]
+        first = f"{next(iter(self.modules))}.weight"
+        numbers = itertools.count() if "{n}" in first else range(1)
+        there = itertools.takewhile(lambda number: self._named(first, config, number) in entries, numbers)
+        return [self._named(self.block, config, number) for number in there]
 
     @staticmethod
     def _named(name: str, config: ModelConfig, number: int) -> str:
@@ -92,7 +97,7 @@ class MTPTensors:
         return {name.removeprefix(block) for name in entries if name.startswith(f"{block}.")}
 
 
-# One more layer each after the model's own: DeepSeek-V3, GLM-4-MoE.
+# After the model's own layers, as many as there are: DeepSeek-V3, GLM-4-MoE.
 AFTER = MTPTensors(
     "model.layers.{n}",
     {
@@ -108,9 +113,8 @@ AFTER = MTPTensors(
         ),
         "model.layers.{n}.shared_head.head.weight": ("lm_head.weight", "head.out.weight"),
     },
-    most=4,
 )
-# Apart from the model: Qwen3-Next.
+# Apart from the model, one layer: Qwen3-Next.
 APART = MTPTensors(
     "mtp.layers.0",
     {
