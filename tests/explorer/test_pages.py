@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from clearhead.app.commands.models import bind
 from clearhead.app.explorer.interventions import _activations, ablated
@@ -29,7 +30,7 @@ from clearhead.app.explorer.record import (
     single_file,
     stored_record,
 )
-from clearhead.app.explorer.session import Ended, Opened, Session
+from clearhead.app.explorer.session import Ended, Opened, Session, first_given
 from clearhead.app.explorer.views import begin, finite, packed_bytes, packed_floats
 from clearhead.app.views import page_view as view
 from clearhead.errors import InputError
@@ -194,6 +195,28 @@ def test_a_page_of_a_model_that_reads_images_is_served(folder, tmp_path, clearhe
         ran = clearhead("explore", *places, "--no-open")
         assert (ran.code, "ADDRESS" in ran.err) == (0, True), ran.err
         assert sessions[-1].models[-1].opener().image_encoder is not None
+    file, other = tmp_path / "some.png", tmp_path / "words.png"
+    Image.fromarray(llava.image(3)).save(file)
+    other.write_text("no image")
+    mark = "<|image_pad|>"
+    for words, text in (
+        ([], f"{mark}\nWhat is this?"),
+        (["--text", "A dog?"], f"{mark}\nA dog?"),
+        (["--text", f"See {mark}."], f"See {mark}."),
+    ):
+        assert clearhead("explore", pictured, "--no-open", "--image", file, *words).code == 0
+        session = sessions[-1]
+        session.models[0].open()
+        example = session.models[0].view()["example"]
+        assert example == {"text": text, "image": base64.b64encode(file.read_bytes()).decode()}
+        assert session.begin(example)["picture"]["shape"] == [3, 16, 32]  # to whole squares of 8 pixels
+    given, _ = first_given(session.model(), "A dog?", file)
+    assert (given.prompt, given.images) == (f"{mark}\nA dog?", [file])
+    clearhead.refuses(
+        "--image is for models that read an image with a text", "explore", folder, "--image", file
+    )
+    for words in ([other], [tmp_path / "none.png"], [other, f"--export {tmp_path}/x.html"]):
+        clearhead.refuses("", "explore", pictured, "--no-open", "--image", *words)
 
 
 @pytest.mark.slow

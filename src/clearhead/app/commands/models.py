@@ -138,6 +138,7 @@ def explore(
     folder: Folder,
     *,
     text: str | None = None,
+    image: Path | None = None,
     target: str | None = None,
     pair: str | None = None,
     compare: Path | None = None,
@@ -152,6 +153,8 @@ def explore(
 
     Args:
         text: what the page begins with; an image file for a model of images
+        image (FILE): an image that stands where the text has the model's image token, such as <image>, or
+            before the text
         compare (DIR): a second model, to see side by side
         features (FOLDER): a sparse dictionary of a feed-forward, whose features become nodes of the
             graph; may be given several times; default: those in folders of DIR
@@ -162,8 +165,16 @@ def explore(
       clearhead explore my-model/
       clearhead explore my-model/ --text "The cat sat on the mat" --export cat.html
       clearhead explore my-model/ --compare other-model/ --port 9000 --no-open
+      clearhead explore llava/ --image cat.jpg --text "What is this?"
     """
     check_inputs(folder)
+    from clearhead.hub.images import has_images
+
+    refuse(
+        image is not None and not has_images(folder),
+        f"--image is for models that read an image with a text, such as LLaVA, and {folder} is none: "
+        "leave it out, or name the file as --text for a model of images alone",
+    )
     from clearhead.app.explorer.dictionaries import dictionaries_of
     from clearhead.app.explorer.session import Opened, Session, first_given, starting_example
     from clearhead.inside.features.dictionary import load
@@ -172,19 +183,18 @@ def explore(
         from clearhead.app.explorer import findings, record
 
         model = load_model(folder, tokenizer=tokenizer)
-        given, second = first_given(model, text)
+        given, second = first_given(model, text, image)
         known = dictionaries_of(model, features)
         named = (folder.name or str(folder), given, target, pair or second)
         made = record.record(model, *named, examples=findings.findings(model), features=known)
         print(record.export(made, export))
         return
     from clearhead.hub.checkpoint import describe
-    from clearhead.hub.images import has_images
 
     for each in (folder, compare):  # a directory without a model is refused at once, not on the page
         if each is not None:
             describe(each / "text" if has_images(each) else each)
-    example = starting_example(text, target, pair)
+    example = starting_example(text, target, pair, image)
     folders = [Path(each) for each in features]
     for each in folders:
         load(each)  # what cannot be opened is refused at once, too

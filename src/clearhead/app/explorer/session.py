@@ -20,7 +20,7 @@ import numpy as np
 from clearhead.app.explorer.dictionaries import dictionaries_of
 from clearhead.app.explorer.findings import best_example, findings, shapes
 from clearhead.app.explorer.interventions import fired
-from clearhead.app.explorer.views import TASKS, OnPart, PageRun, begin, model_view, tokens_view
+from clearhead.app.explorer.views import TASKS, OnPart, PageRun, begin, image_token, model_view, tokens_view
 from clearhead.app.views import page_view
 from clearhead.errors import ClearheadError, InputError, refuse
 from clearhead.hub.preprocessor import read_image
@@ -41,6 +41,7 @@ SWEEP = 16_000  # samples of the tone that a model of speech begins with
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
 EXAMPLE = "The cat sat on the mat because it was tired."
 OTHER = "A dog slept on the rug, for it was old."
+QUESTION = "What is this?"  # of an image without a text
 FORGOTTEN = 8.0  # seconds after which a job that nobody asks about ends
 KEPT_JOBS = 32
 
@@ -77,6 +78,8 @@ class Opened:
             m = self.opener()
             self.features = dictionaries_of(m, self.named)
             self.example = self.example or first_example(m)
+            if m.image_encoder is not None and "image" in self.example:
+                self.example["text"] = with_image_token(m, self.example.get("text"))
             self.m = m  # from here on it is ready
         except Exception as error:  # the page must say it, whatever it is
             named = "" if isinstance(error, ClearheadError) else f"{type(error).__name__}: "
@@ -116,8 +119,10 @@ def named_roles(m: Model) -> dict[str, str]:
     return {str(head): role for head, role in zip(roles.heads, roles.roles) if role != MIXED}
 
 
-def first_given(m: Model, text: str | None) -> tuple[Any, str | None]:
+def first_given(m: Model, text: str | None, image: Path | None = None) -> tuple[Any, str | None]:
     """Return what a recording begins with: the text or file that was named, or an example; and a pair."""
+    if image is not None:
+        return ImagePrompt(with_image_token(m, text), [image]), None
     if text is not None:
         return text, None
     example = first_example(m)
@@ -127,16 +132,32 @@ def first_given(m: Model, text: str | None) -> tuple[Any, str | None]:
     return given, example.get("pair")
 
 
-def starting_example(text: str | None, target: str | None, pair: str | None) -> dict[str, Any] | None:
+def with_image_token(m: Model, text: str | None) -> str:
+    """Return a text with the token that stands for an image, which goes first where it has none."""
+    token, text = str(image_token(m)), QUESTION if text is None else text
+    return text if token in text else f"{token}\n{text}"
+
+
+def starting_example(
+    text: str | None, target: str | None, pair: str | None, image: Path | None = None
+) -> dict[str, Any] | None:
     """Return what the page begins with, where it was named; an image file becomes its bytes in base64."""
-    if text is None:
+    example: dict[str, Any] = {"text": text, "target": target, "pair": pair}
+    if image is not None:
+        read_image(image, 3, str(image), MOST_PIXELS)  # refuses what is no image
+        example["image"] = _base64(image)
+    elif text is None:
         return None
-    path, example = Path(text), {"text": text, "target": target, "pair": pair}
-    kind = {**dict.fromkeys(IMAGES, "image"), **dict.fromkeys(SUFFIXES, "sound")}.get(path.suffix.lower())
-    if kind is not None and len(text) < 1000 and path.is_file():
-        file = base64.b64encode(path.read_bytes()).decode("ascii")
-        example = {kind: file, "target": target if kind == "sound" else None}
+    else:
+        path = Path(text)
+        kind = {**dict.fromkeys(IMAGES, "image"), **dict.fromkeys(SUFFIXES, "sound")}.get(path.suffix.lower())
+        if kind is not None and len(text) < 1000 and path.is_file():
+            example = {kind: _base64(path), "target": target if kind == "sound" else None}
     return {name: value for name, value in example.items() if value is not None}
+
+
+def _base64(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode("ascii")
 
 
 class Ended(Exception):

@@ -141,7 +141,7 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
         "max_length": m.max_length,
         "image_size": list(config.image_size) if config.image_size else None,
         "n_channels": config.n_channels,
-        "image_token": _image_token(m),
+        "image_token": image_token(m),
         "labels": list(m.labels),
         "tokenizer": m.tokenizer is not None,
         "unknown": getattr(m.tokenizer.model, "unk_token", None) if m.tokenizer else None,
@@ -173,7 +173,7 @@ def _takes_graph(m: Model) -> bool:
     return True
 
 
-def _image_token(m: Model) -> str | None:
+def image_token(m: Model) -> str | None:
     """Return the token that stands for an image in a prompt; None for a model that reads text alone."""
     if m.image_encoder is None or m.tokenizer is None:
         return None
