@@ -21,8 +21,7 @@ import clearhead as ch
 from clearhead.app.plot import save as save_picture
 from clearhead.app.plot.circuits import draw_circuit
 from clearhead.inside.attribution import looks
-from clearhead.inside.circuit import PromptPair, circuit
-from clearhead.inside.edge_scores import METHODS, exact_scores
+from clearhead.inside.circuit import METHODS, PromptPair, circuit, exact_scores
 from clearhead.inside.edges import runs_of
 from clearhead.inside.features.training import FeaturePlan, fit
 from clearhead.inside.inputs import prepare

@@ -20,8 +20,7 @@ from transformers.models.whisper.english_normalizer import EnglishTextNormalizer
 
 import clearhead as ch
 from clearhead.labs.retrieval.index import Index, build_index
-from clearhead.labs.retrieval.ranking import nearest_rows
-from clearhead.labs.retrieval.stores import embedded
+from clearhead.labs.retrieval.stores import embedded, nearest_rows
 from clearhead.learn.data.sounds import read_sound
 from clearhead.run.api import load
 

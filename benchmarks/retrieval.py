@@ -23,7 +23,7 @@ import clearhead as ch
 from clearhead.hub.files import read_json
 from clearhead.labs.retrieval.index import MANIFEST, PARTS, Index, build_index
 from clearhead.labs.retrieval.passages import before_prompt
-from clearhead.labs.retrieval.ranking import WORD, words_of
+from clearhead.labs.retrieval.stores import WORD, words_of
 from clearhead.learn.evaluation.metrics import answer_match
 from clearhead.learn.tasks.generation import chat_ids
 

@@ -13,7 +13,7 @@ import torch
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import ClearheadError
-from clearhead.labs.lab import EXPERIMENTS, attention, ladder, report
+from clearhead.labs.lab import EXPERIMENTS, attention, ladder
 from clearhead.labs.lab.experiment import (
     Claim,
     Conditions,
@@ -22,7 +22,9 @@ from clearhead.labs.lab.experiment import (
     conduct,
     find,
     interval,
+    redraw_report,
     run_trials,
+    write_report,
 )
 from clearhead.learn.recipe import read_recipe
 
@@ -132,7 +134,7 @@ def made(values: dict[str, list[float]]) -> Experiment:
 def test_a_verdict_follows_the_interval_of_the_differences(a, b, verdict, tmp_path):
     findings = conduct("made", made({"a": a, "b": b}), tmp_path, len(a))
     assert findings.judged[0].verdict == verdict
-    path = report.write(findings, tmp_path, "clearhead lab made")
+    path = write_report(findings, tmp_path, "clearhead lab made")
     assert f"**{verdict.capitalize()}:** a is less than b." in path.read_text()
     assert json.loads((tmp_path / "results.json").read_text())["verdicts"][0]["verdict"] == verdict
     assert (tmp_path / "curve.png").exists() and (tmp_path / "bars.png").exists()
@@ -140,12 +142,12 @@ def test_a_verdict_follows_the_interval_of_the_differences(a, b, verdict, tmp_pa
 
 def test_changed_numbers_turn_the_verdict_and_broken_ones_are_refused(tmp_path):
     experiment = made({"a": [1.0, 1.1, 0.9], "b": [2.0, 2.1, 2.0]})
-    report.write(conduct("made", experiment, tmp_path, 3), tmp_path, "clearhead lab made")
+    write_report(conduct("made", experiment, tmp_path, 3), tmp_path, "clearhead lab made")
     path = tmp_path / "results.json"
     found = json.loads(path.read_text())
     turned = {"a": found["trials"]["b"], "b": found["trials"]["a"]}
     path.write_text(json.dumps({**found, "trials": turned}))
-    assert "**Not supported:** a is less than b." in report.redraw("made", experiment, tmp_path).read_text()
+    assert "**Not supported:** a is less than b." in redraw_report("made", experiment, tmp_path).read_text()
     assert json.loads(path.read_text())["verdicts"][0]["verdict"] == "not supported"
     for trials, said in (
         ({"a": turned["a"], "b": [{"seconds": 1.0}] * 3}, "lacks what a trial measures"),
@@ -154,7 +156,7 @@ def test_changed_numbers_turn_the_verdict_and_broken_ones_are_refused(tmp_path):
     ):
         path.write_text(json.dumps({**found, "trials": trials}))
         with pytest.raises(ClearheadError, match=said):
-            report.redraw("made", experiment, tmp_path)
+            redraw_report("made", experiment, tmp_path)
         assert "**Not supported:**" in (tmp_path / "report.md").read_text()  # the earlier one is left
 
 

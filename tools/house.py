@@ -71,10 +71,7 @@ FEATURES: dict[str, tuple[int, str, tuple[str, ...]]] = {
         r"image_encoder|imageprompt|imageencoder|promptvectors|llava|idefics|smolvlm|qwen2_5_vl|rope_sections|rope_axial",
         (
             "variants/images.py",
-            "hub/images.py",
             "hub/vision_language.py",
-            "hub/qwen_vl.py",
-            "variants/axes.py",
             "learn/tasks/images.py",
             "learn/tasks/entries/describe.py",
         ),

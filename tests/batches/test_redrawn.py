@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from clearhead.hub.tokens.merges import Merges
+from clearhead.hub.tokens.text import Merges
 from clearhead.learn.batches.batch import IGNORE, Redrawn
 from clearhead.learn.batches.encoding import BpeDropout
 from clearhead.learn.data.plan import DataPlan

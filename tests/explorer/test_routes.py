@@ -14,8 +14,7 @@ from PIL import Image
 import clearhead as ch
 from clearhead.app.explorer import app as routes
 from clearhead.app.explorer.app import HEADERS, is_loopback
-from clearhead.app.explorer.dictionaries import dictionaries_of, strongest_feature
-from clearhead.app.explorer.interventions import ablated
+from clearhead.app.explorer.interventions import ablated, dictionaries_of, strongest_feature
 from clearhead.app.explorer.record import page_files, record
 from clearhead.app.explorer.session import KEPT, Opened, Session, named_roles
 from clearhead.app.explorer.views import begin

@@ -11,9 +11,17 @@ import torch
 import clearhead as ch
 from clearhead.app.cli import main
 from clearhead.app.plot.circuits import draw_circuit
-from clearhead.inside import edge_scores
-from clearhead.inside.circuit import Circuit, PromptPair, circuit, connected, path_patch
-from clearhead.inside.edge_scores import METHODS, _moved, _split_parts, exact_scores
+from clearhead.inside.circuit import (
+    METHODS,
+    Circuit,
+    PromptPair,
+    _moved,
+    _split_parts,
+    circuit,
+    connected,
+    exact_scores,
+    path_patch,
+)
 from clearhead.inside.edges import Cut, EdgeGraph, cut_model, runs_of
 from clearhead.inside.inputs import choices_of, prepare
 from clearhead.variants.contexts import record
@@ -191,7 +199,7 @@ def test_corrections_of_atp_are_what_heads_mix_when_one_edge_is_cut():
 def test_acdc_in_one_pass_is_acdc_edge_by_edge(monkeypatch):
     model = build(n_layers=1)
     many = circuit(model, CLEAN, CORRUPT, method="acdc", metric="kl", draws=0)
-    monkeypatch.setattr(edge_scores, "TRIED", 1)
+    monkeypatch.setattr("clearhead.inside.circuit.TRIED", 1)
     alone = circuit(model, CLEAN, CORRUPT, method="acdc", metric="kl", draws=0)
     assert torch.equal(alone.scores.abs() > 1e-12, many.scores.abs() > 1e-12)
     assert [*map(str, alone.edges)] == [*map(str, many.edges)]

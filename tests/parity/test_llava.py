@@ -18,9 +18,9 @@ from clearhead.app.cli import main
 from clearhead.errors import CheckpointError, InputError
 from clearhead.hub.checkpoint import rules_of
 from clearhead.hub.files import read_json
-from clearhead.hub.images import JoinedImages
 from clearhead.hub.preprocessor import to_pixels
 from clearhead.hub.rules import matches
+from clearhead.hub.towers import JoinedImages
 from clearhead.hub.vision_language import IDEFICS3
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.inputs import prepare

@@ -20,8 +20,8 @@ import clearhead as ch
 from clearhead.errors import CheckpointError, InputError
 from clearhead.hub.checkpoint import rules_of
 from clearhead.hub.files import read_json
-from clearhead.hub.images import JoinedImages
 from clearhead.hub.rules import matches
+from clearhead.hub.towers import JoinedImages
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.inputs import prepare
 from clearhead.inside.interventions import Site, patched_scores

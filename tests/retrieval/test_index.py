@@ -24,10 +24,9 @@ from clearhead.errors import CheckpointError, ClearheadError, InputError, Missin
 from clearhead.hub import files as hub_files
 from clearhead.hub.tokens.training import GENERATOR, READER, byte_tokenizer
 from clearhead.labs.retrieval import index as indexing
-from clearhead.labs.retrieval import ranking
 from clearhead.labs.retrieval.index import Index, build_index
 from clearhead.labs.retrieval.passages import read_passages
-from clearhead.labs.retrieval.ranking import fuse, nearest_rows
+from clearhead.labs.retrieval.stores import fuse, nearest_rows
 from clearhead.run.serve.app import ServedPassages
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
@@ -98,7 +97,7 @@ def loop_bm25(query: str, rows: list[str]) -> list[float]:
 @pytest.mark.parametrize(("count", "k", "block"), [(0, 3, 2**24), (5, 9, 1), (41, 1, 100), (41, 7, 2**24)])
 def test_nearest_rows_equal_a_sort(count, k, block, monkeypatch):
     """Of equal products the earlier row stands first, also where the k-th equals the next."""
-    monkeypatch.setattr(ranking, "SCORES", block)
+    monkeypatch.setattr("clearhead.labs.retrieval.stores.SCORES", block)
     rng = np.random.default_rng(count + k)
     vectors = rng.integers(-1, 2, (count, 4)).astype(np.float32)  # many are equal, all products are exact
     asked = rng.integers(-1, 2, (6, 4)).astype(np.float32)
@@ -224,7 +223,7 @@ def test_a_killed_first_build_is_refused_and_goes_on(model, texts, tmp_path, mon
 def test_a_graph_finds_what_exact_search_finds(model, texts, tmp_path, monkeypatch):
     pytest.importorskip("usearch")
     monkeypatch.setattr(indexing, "BLOCK", 7)  # many parts
-    monkeypatch.setattr("clearhead.labs.retrieval.ranking.SEARCHING", 16)  # of 60 passages
+    monkeypatch.setattr("clearhead.labs.retrieval.stores.SEARCHING", 16)  # of 60 passages
     folder = tmp_path / "index"
     built = build_index(folder, model, [texts], words=12, nearest="hnsw")
     exact = Index(folder, model, exact=True)

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from clearhead.errors import ConfigError
-from clearhead.hub.tokens.merges import Merges
+from clearhead.hub.tokens.text import Merges
 from tests.tokens.toys import LINES, TEXT, trained
 
 WORD = " England"

@@ -10,7 +10,7 @@ import pytest
 
 import clearhead as ch
 from clearhead.app.watch import address, state_of, watch
-from clearhead.learn.training.health import warnings_of
+from clearhead.learn.training.events import warnings_of
 
 
 def lines(losses, norms=None, steps=None):

@@ -81,11 +81,11 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "use": {
         "generate": Command(
-            "continue a text", "commands.use:generate", page={"denoising": "denoising:denoising"}
+            "continue a text", "commands.use:generate", page={"denoising": "interventions:denoising"}
         ),
         "chat": Command("talk with a model in the terminal", "commands.chat:chat"),
         "translate": Command("translate a text, with an encoder-decoder", "commands.use:translate"),
-        "transcribe": Command("transcribe a sound file (speech recognition)", "commands.speech:transcribe"),
+        "transcribe": Command("transcribe a sound file (speech recognition)", "commands.use:transcribe"),
         "classify": Command("classify a text, a pair of texts or an image", "commands.use:classify"),
         "predict": Command("predict a number for a text or a pair of texts", "commands.use:predict"),
         "tag": Command("tag each word of a text, and find the spans", "commands.use:tag"),
@@ -141,11 +141,11 @@ GROUPS: dict[str, dict[str, Command]] = {
         ),
         "features train": Command(
             "train sparse features (SAE, transcoder, crosscoder)",
-            "commands.features:train",
+            "commands.circuits:train",
             loads=("tokenizer", "device", "dtype"),
         ),
         "features show": Command(
-            "show what activates features, and what they promote", "commands.features:show", loads=PLACED
+            "show what activates features, and what they promote", "commands.circuits:show", loads=PLACED
         ),
         "geometry": Command(
             "map token and position embeddings",

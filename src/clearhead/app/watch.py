@@ -13,8 +13,7 @@ from urllib.parse import urlsplit
 from clearhead.errors import InputError, plain, refuse
 from clearhead.learn.data.files import RECIPE
 from clearhead.learn.recipe import SECTIONS, read_recipe
-from clearhead.learn.training.events import read_log
-from clearhead.learn.training.health import warnings_of
+from clearhead.learn.training.events import read_log, warnings_of
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # that a browser may ask for: no other page can read a run

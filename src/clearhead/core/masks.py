@@ -160,7 +160,7 @@ class Plan(Protocol):
 
 # What plans the rows of kinds that have a `block_size`.
 PLANS: Registry[Callable[..., Any]] = Registry({"blocks": "clearhead.variants.blocks:plan_for"})
-AXES: Registry[Any] = Registry({n: f"clearhead.variants.axes:{n}" for n in ("continued", "joined")})
+AXES: Registry[Any] = Registry({n: f"clearhead.variants.positions:{n}" for n in ("continued", "joined")})
 
 
 @dataclass(frozen=True)

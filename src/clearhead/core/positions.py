@@ -193,7 +193,7 @@ SCALINGS: Registry[Callable[..., tuple[Tensor, float]]] = Registry(
 )
 POSITIONS: Registry[type[PositionScheme]] = Registry(
     {
-        **{"none": PositionScheme, "axes": "clearhead.variants.axes:AxesPositions"},  # of `rope_sections`
+        **{"none": PositionScheme, "axes": f"{VARIANTS}:AxesPositions"},  # of `rope_sections`
         "learned": LearnedPositions,
         "sinusoidal": SinusoidalPositions,
         "rope": RopePositions,

@@ -15,7 +15,6 @@ from clearhead.hub import (
     latent,
     llama,
     mixtures,
-    qwen_vl,
     seq2seq,
     vision,
     vision_language,
@@ -27,7 +26,7 @@ from clearhead.hub.vision_language import ImagesTable
 
 # Tables of each family. `nearest_to` tries them in this order and that of their files: of several that are
 # exact, the best known comes first.
-FAMILIES = (gpt, llama, mixtures, latent, hybrids, bert, vision, seq2seq, qwen_vl)
+FAMILIES = (gpt, llama, mixtures, latent, hybrids, bert, vision, seq2seq, vision_language)
 TABLES = [table for family in FAMILIES for table in vars(family).values()]
 ARCHITECTURES: dict[str, Architecture] = {
     table.model_type: table for table in TABLES if isinstance(table, Architecture)
@@ -38,10 +37,7 @@ TOWERS: dict[str, TowersTable] = {
 }
 # A decoder and an image tower each, which are opened together.
 IMAGES: dict[str, ImagesTable] = {
-    table.model_type: table
-    for family in (vision_language, qwen_vl)
-    for table in vars(family).values()
-    if isinstance(table, ImagesTable)
+    table.model_type: table for table in vars(vision_language).values() if isinstance(table, ImagesTable)
 }
 ONE_TOWER = {tower.model_type: tower for table in TOWERS.values() for tower in (table.text, table.image)}
 ONE_TOWER |= {tower.model_type: tower for table in IMAGES.values() for tower in table.towers.values()}

@@ -11,9 +11,8 @@ from torch import Tensor
 from clearhead.errors import refuse
 from clearhead.hub import checkpoint, peft
 from clearhead.hub.checkpoint import local_or_downloaded, read_tokenizer_and_settings
-from clearhead.hub.images import has_images, load_with_images
 from clearhead.hub.preprocessor import Image
-from clearhead.hub.towers import has_towers, load_towers
+from clearhead.hub.towers import has_images, has_towers, load_towers, load_with_images
 from clearhead.learn.tasks import generation, reading, results, speech, towers, vectors
 from clearhead.learn.tasks.generation import (
     Cancel,

@@ -28,14 +28,13 @@ from clearhead.hub.architecture import SECTION
 from clearhead.hub.checkpoint import default_names
 from clearhead.hub.gguf import SUFFIX
 from clearhead.hub.gguf_writing import write_gguf
-from clearhead.hub.images import JoinedImages
 from clearhead.hub.peft import Adapters
 from clearhead.hub.preprocessor import PREPROCESSOR, PROCESSOR
 from clearhead.hub.quantized import code_tensors, outgoing_codes
 from clearhead.hub.sentences import Sentences, write_sentences
 from clearhead.hub.tokenizer import check_infilling, encode, framed, save_tokenizer, stop_ids, truncation_side
 from clearhead.hub.tokens.text import clean, decoded
-from clearhead.hub.towers import JoinedTowers
+from clearhead.hub.towers import JoinedImages, JoinedTowers
 from clearhead.hub.weights import Outgoing, write_tensors
 from clearhead.learn.batches.ragged import padded, real_tokens
 from clearhead.learn.parallel.shards import is_split

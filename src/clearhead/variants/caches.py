@@ -23,7 +23,7 @@ from clearhead.core.config.kinds import Full, Kind, Windowed
 from clearhead.core.masks import TokenInfo, join, next_order
 from clearhead.core.positions import Rotary, rotate
 from clearhead.errors import InputError, refuse
-from clearhead.variants.axes import AxesPositions
+from clearhead.variants.positions import AxesPositions
 
 
 @dataclass(frozen=True)

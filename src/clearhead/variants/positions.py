@@ -9,7 +9,12 @@ of a query i and a key j at distance d is then
 
     (q_i · k_j  +  q_i · k(d)  +  q(d) · k_j) · scale        content, "c2p", "p2c"
 
-Shapes: B batch, T query length, S key length, D model, H heads, K key/value heads, E head width, R distances.
+On several axes (mrope) a token of an image has a position in time, height and width; text has one on all. A
+call gives them as `axes`, and caches keep them with the tokens. So what is read after them counts on by
+itself, in generation, beams, drafts and batches. Where no token has axes, angles are those of plain RoPE.
+
+Shapes: B batch, T query length, S key length, D model, H heads, K key/value heads, E head width, R distances,
+A axes.
 """
 
 import math
@@ -26,7 +31,14 @@ from clearhead.core.cache import LayerKV
 from clearhead.core.config import RopeScaling, StackSpec
 from clearhead.core.config.fields import Fields
 from clearhead.core.config.kinds import FULL, Kind
-from clearhead.core.positions import LearnedPositions, PositionScheme, Relative
+from clearhead.core.masks import TokenInfo, next_order
+from clearhead.core.positions import (
+    LearnedPositions,
+    PositionScheme,
+    Relative,
+    RopePositions,
+    rope_frequencies,
+)
 from clearhead.core.taps import SILENT, Tap
 from clearhead.variants.steps import INDEX, Pass, Step, attention_steps, learned_position_steps, norm_step
 
@@ -251,3 +263,37 @@ def longrope_scaling(plain: Tensor, base: float, scaling: RopeScaling, most: int
     usual = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(trained))
     short, long = (plain.new_tensor(divisors) for divisors in (scaling.short_factor, scaling.long_factor))
     return plain / torch.where(where.max() + 1 > trained, long, short), scaling.attention_factor or usual
+
+
+class AxesPositions(RopePositions):
+    """Rotary positions whose pairs go by axes, in `rope_sections`."""
+
+    def angles(self, where: Tensor, frequencies: Tensor) -> Tensor:
+        """Map positions [B|1, T], or on each axis [B|1, T, A], to angles [B|1, 1, T, R/2]."""
+        sections, base = self.spec.rope_sections, self.spec.rope_base
+        if self.spec.rope_axial:
+            each = [rope_frequencies(2 * pairs, base, None, 0, where)[0] for pairs in sections]
+            frequencies = torch.cat(each)
+        if where.ndim == 2:
+            return super().angles(where, frequencies)
+        axis_of_pair = [axis for axis, pairs in enumerate(sections) for _ in range(pairs)]
+        return where[:, None, :, axis_of_pair] * frequencies
+
+
+def on_axes(tokens: TokenInfo, count: int) -> Tensor:
+    """Return the position of each token on each of `count` axes: [B|1, T, A]."""
+    return tokens.positions[..., None].expand(-1, -1, count) if tokens.axes is None else tokens.axes
+
+
+def joined(a: TokenInfo, b: TokenInfo, batch: int) -> Tensor:
+    """Return the axes of the tokens of `a` followed by those of `b`: [B, T, A]."""
+    count = next(tokens.axes.shape[-1] for tokens in (a, b) if tokens.axes is not None)
+    return torch.cat([on_axes(tokens, count).expand(batch, -1, -1) for tokens in (a, b)], dim=1)
+
+
+def continued(before: TokenInfo, order: Tensor) -> Tensor:
+    """Return positions on all axes that count on from the highest one so far: [B|1, T] -> [B|1, T, A]."""
+    assert before.axes is not None
+    highest = torch.where(before.real_mask(), before.axes.amax(-1), -1).amax(1, keepdim=True)
+    after = order - next_order(before, order.shape[0], order.device) + highest + 1
+    return after[..., None].expand(-1, -1, before.axes.shape[-1])

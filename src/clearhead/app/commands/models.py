@@ -168,14 +168,14 @@ def explore(
       clearhead explore llava/ --image cat.jpg --text "What is this?"
     """
     check_inputs(folder)
-    from clearhead.hub.images import has_images
+    from clearhead.hub.towers import has_images
 
     refuse(
         image is not None and not has_images(folder),
         f"--image is for models that read an image with a text, such as LLaVA, and {folder} is none: "
         "leave it out, or name the file as --text for a model of images alone",
     )
-    from clearhead.app.explorer.dictionaries import dictionaries_of
+    from clearhead.app.explorer.interventions import dictionaries_of
     from clearhead.app.explorer.session import Opened, Session, first_given, starting_example
     from clearhead.inside.features.dictionary import load
 
@@ -295,13 +295,20 @@ def lab(
     refuse(seeds < 1 or workers < 1, f"--seeds {seeds} and --workers {workers} must be 1 or more")
     import torch
 
-    from clearhead.labs.lab import report
-    from clearhead.labs.lab.experiment import Conditions, conduct, find, pace, run_trials
+    from clearhead.labs.lab.experiment import (
+        Conditions,
+        conduct,
+        find,
+        pace,
+        redraw_report,
+        run_trials,
+        write_report,
+    )
 
     base = out or Path("lab") / ("" if name == "all" else name)
     folders = {title: base / title for title in EXPERIMENTS} if name == "all" else {name: base}
     if redraw:
-        drawn = {title: str(report.redraw(title, find(title), folder)) for title, folder in folders.items()}
+        drawn = {title: str(redraw_report(title, find(title), folder)) for title, folder in folders.items()}
         return View(drawn, [table("", ("experiment", "written"), drawn.items())])
     device = "cuda" if full and torch.cuda.is_available() else "cpu"
     setting = Conditions(device=device, effort=effort * (10 if full else 1), data=str(data or ""))
@@ -333,7 +340,7 @@ def lab(
         experiment = chosen[title]
         findings = conduct(title, experiment, folder, seeds, setting, *[tell] * (workers == 1))
         try:
-            written = report.write(findings, folder, f"clearhead lab {title} {options}")
+            written = write_report(findings, folder, f"clearhead lab {title} {options}")
         except MissingExtraError as error:
             written = folder / "report.md"
             print_notes(

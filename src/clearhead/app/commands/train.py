@@ -26,8 +26,7 @@ from clearhead.errors import refuse
 from clearhead.learn.parallel import first_here, started
 from clearhead.learn.recipe import recipe_names
 from clearhead.learn.training import events
-from clearhead.learn.training.events import LOG
-from clearhead.learn.training.health import warnings_of
+from clearhead.learn.training.events import LOG, warnings_of
 
 FIGURES = ("reward", "logprob_difference")  # of a task, shown at a step
 ECHO = 3  # seconds within which a second Ctrl-C is the first one, passed on

@@ -1,25 +1,29 @@
-"""Interventions on one run, and what its parts, neurons, words and directions are worth, as plain JSON.
+"""Interventions on one run, and what its parts, neurons, features, words and directions are worth, as JSON.
 
 Interventions on every single part take many passes: the page begins them as jobs and asks how far they are.
+Features are nodes of the page's graph, and are named by their examples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from clearhead.app.explorer.dictionaries import known_features, strongest_feature
 from clearhead.app.explorer.findings import own_texts
 from clearhead.app.explorer.views import PageRun, packed_floats, short
-from clearhead.errors import InputError, refuse
+from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.hub.tokens.text import labels
 from clearhead.inside.ablation import How, effect, effect_of_each
 from clearhead.inside.attribution import occlusion
 from clearhead.inside.direct_effects import GraphEdge
+from clearhead.inside.features.dictionary import WEIGHTS, Dictionary, load
+from clearhead.inside.features.report import show_features
 from clearhead.inside.geometry import neighbours, projection, similarity
-from clearhead.inside.graph import graph, without_edges
+from clearhead.inside.graph import graph, refuse_unfit, without_edges
 from clearhead.inside.inputs import choices_of, find_column, prepare
 from clearhead.inside.interventions import Values, single_parts, steering, steering_vector
 from clearhead.inside.logit_attribution import firing
@@ -27,7 +31,11 @@ from clearhead.inside.memories import ReadCorpus, read_corpus
 from clearhead.inside.patch import patch
 from clearhead.inside.results import plain
 from clearhead.inside.story import estimated_effects, explain
+from clearhead.learn.tasks.generation import asked_for
 from clearhead.run.api import Model
+from clearhead.run.generate.diffusion import Denoiser
+from clearhead.run.generate.sequence import Prompts, Sampler
+from clearhead.variants.kinds import denoises
 
 LISTED = 12  # of the likeliest choices, before and after
 NEURONS = 8  # that are listed
@@ -362,3 +370,79 @@ def word_map(run: PageRun, position: int = -1) -> dict[str, Any]:
         "near": [{"label": name, "cosine": score} for name, score in zip(near.labels, near.scores)],
         "kinds": ["chosen", *("near" if word in near.ids else "text" for word in words[1:])],
     }
+
+
+MOST = 256  # new tokens
+
+
+def denoising(run: PageRun, tokens: int = 16, steps: int = 8) -> dict[str, Any]:
+    """Return what each denoising step unmasked: positions, tokens, and the probability of each.
+
+    Each step keeps the most probable tokens, as in `clearhead generate --temperature 0`. `steps` is for each
+    block.
+    """
+    m = run.m
+    refuse(not denoises(m.config), f"denoising is for diffusion models, and this is a {m.config.family}")
+    refuse(tokens > MOST, f"{tokens:,} new tokens: the page shows at most {MOST}")
+    prompt = run.given if isinstance(run.given, str) else list(run.prepared.tokens.ids)
+    options = {"max_new_tokens": tokens, "temperature": 0.0, "denoising_steps": steps}
+    request, texts, ends = asked_for(m, [prompt], options)
+    with torch.inference_mode():
+        (row,) = Sampler(m.model, request, ends).begin(Prompts(texts))
+        kept = list(Denoiser(m.engine.runner(), request, row, m.mask_id).steps())
+    named = [{**step._asdict(), "labels": list(labels(m.tokenizer, step.tokens))} for step in kept]
+    return {"start": len(texts[0]), "tokens": tokens, "steps": named}
+
+
+EXAMPLES = 3  # places that are shown of each feature
+PROMOTED = 6
+
+
+def dictionaries_of(m: Model, named: Sequence[str | Path] = ()) -> tuple[Dictionary, ...]:
+    """Return the dictionaries that were named, else those in folders of the model's directory that fit."""
+    if named:
+        given = tuple(load(path) for path in named)
+        refuse_unfit(m.model, given)
+        return given
+    found: dict[str, Dictionary] = {}
+    for path in sorted(m.folder.glob(f"*/{WEIGHTS}")) if m.folder is not None and m.folder.is_dir() else ():
+        with suppress(ClearheadError):  # of another part, or of another model
+            one = load(path.parent)
+            refuse_unfit(m.model, [one])
+            found[one.out] = one
+    return tuple(found.values())
+
+
+def known_features(run: PageRun, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return what features promote, and where they are strongest, by names such as "3.117"."""
+    known: dict[str, dict[str, Any]] = {}
+    for dictionary in run.features():
+        layer = _layer(dictionary)
+        numbers = sorted({int(name.rpartition(".")[2]) for name in names if name.rpartition(".")[0] == layer})
+        if not numbers:
+            continue
+        texts = own_texts(run.m) or [run.given]
+        for feature in show_features(run.m, dictionary, texts, numbers, top=EXAMPLES).features:
+            fired = [{"before": x.before, "token": x.token, "after": x.after} for x in feature.contexts]
+            promotes = [label for label, _ in feature.promoted][:PROMOTED]
+            known[f"{layer}.{feature.name}"] = {"promotes": promotes, "fired": fired}
+    return known
+
+
+def strongest_feature(run: PageRun, part: str, position: int) -> dict[str, Any] | None:
+    """Return the feature of a feed-forward that adds the longest vector at one token; None without one."""
+    layer = part.removeprefix("feedforward:")
+    dictionary = next((each for each in run.features() if _layer(each) == layer), None)
+    if dictionary is None or layer == part or run.prepared.source is not None:
+        return None
+    with torch.no_grad():
+        x = run.prepared.record(dictionary.at, logits="none")[1][dictionary.at][0, position]
+        added = dictionary.encode(x) * dictionary.W_dec.norm(dim=1)
+    if not float(added.max()):
+        return None
+    name = f"{layer}.{int(added.argmax())}"
+    return {"name": name, "size": short(float(added.max())), **known_features(run, [name])[name]}
+
+
+def _layer(dictionary: Dictionary) -> str:
+    return dictionary.out.replace("blocks.", "").removesuffix(".feedforward.out")

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from clearhead.app.explorer.dictionaries import dictionaries_of
 from clearhead.app.explorer.findings import best_example, findings, shapes
-from clearhead.app.explorer.interventions import fired
+from clearhead.app.explorer.interventions import dictionaries_of, fired
 from clearhead.app.explorer.views import TASKS, OnPart, PageRun, begin, image_token, model_view, tokens_view
 from clearhead.app.views import page_view
 from clearhead.errors import ClearheadError, InputError, refuse

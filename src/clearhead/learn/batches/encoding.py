@@ -29,7 +29,7 @@ from tokenizers import Encoding, Tokenizer
 
 from clearhead.errors import InputError, nearest, refuse
 from clearhead.hub.tokens.chat import ChatTemplate
-from clearhead.hub.tokens.merges import Merges
+from clearhead.hub.tokens.text import Merges
 from clearhead.learn.batches.ragged import BARE, Frame, Ints, Stretches
 from clearhead.learn.data.examples import Example
 from clearhead.learn.data.plan import DataPlan

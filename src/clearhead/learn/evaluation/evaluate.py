@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from clearhead.core import heads, transformer
 from clearhead.errors import InputError, hints_of, nearest, refuse
 from clearhead.hub.tokenizer import truncation_side
-from clearhead.hub.tokens.merges import Merges
+from clearhead.hub.tokens.text import Merges
 from clearhead.learn import losses
 from clearhead.learn.batches.batch import IGNORE, Batches
 from clearhead.learn.batches.encoding import BpeDropout, Encoded

@@ -14,10 +14,10 @@ from torch import Tensor
 from clearhead.core.config import ModelConfig
 from clearhead.errors import InputError, refuse
 from clearhead.hub import preprocessor
-from clearhead.hub.images import JoinedImages
 from clearhead.hub.preprocessor import PREPROCESSOR
 from clearhead.hub.tokens.chat import Message
 from clearhead.hub.tokens.text import labels
+from clearhead.hub.towers import JoinedImages
 from clearhead.learn.data.pictures import pixels_of
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.vectors import PromptVectors

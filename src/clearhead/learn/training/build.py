@@ -20,9 +20,8 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import ConfigError, hints_of, nearest, refuse, shaped
 from clearhead.hub.checkpoint import Description, describe, exported
 from clearhead.hub.gguf import is_gguf
-from clearhead.hub.images import has_images
 from clearhead.hub.tokens.training import begin_texts
-from clearhead.hub.towers import has_towers
+from clearhead.hub.towers import has_images, has_towers
 from clearhead.learn.batches.encoding import Encoder
 from clearhead.learn.recipe import BASE, Recipe, TrainPlan
 from clearhead.learn.tasks.entries.align import KINDS

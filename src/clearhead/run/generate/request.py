@@ -1,7 +1,7 @@
 """Every option of a generation, stated once: its type, default, bounds, help, and its name in each front end.
 
 A field of `Request` is the declaration. From it come the keywords of `Model.generate` (`RequestOptions`,
-compared with it by a test), the flags of the command (`app/commands/requests.py`), the fields of an HTTP body
+compared with it by a test), the flags of the command (`app/commands/common.py`), the fields of an HTTP body
 (`run/serve/protocol.py`), the rules of a model's own (`own_rules.py`), what is refused, and the table
 of the documentation. Generation and serving read the request alone. This file needs no PyTorch.
 
