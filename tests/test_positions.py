@@ -6,11 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
-from transformers.models.t5.modeling_t5 import T5Attention
+import transformers
 
 import clearhead as ch
 from clearhead.core.positions import (
@@ -148,13 +144,15 @@ def test_scaled_frequencies_equal_the_reference(name, length):
     kind = name.split()[0]
     ours = SCALINGS[name]
     theirs = {THEIRS.get(name, name): list(x) if type(x) is tuple else x for name, x in ours.items()}
-    reference = LlamaConfig(
+    reference = transformers.LlamaConfig(
         hidden_size=64,
         num_attention_heads=2,
         max_position_embeddings=1024,
         rope_parameters={"rope_type": kind, "rope_theta": 10_000.0, **theirs},
     )
-    expected, factor = ROPE_INIT_FUNCTIONS[kind](reference, torch.device("cpu"), seq_len=length)
+    expected, factor = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[kind](
+        reference, torch.device("cpu"), seq_len=length
+    )
     found, our_factor = rope_frequencies(
         32, 10_000.0, ch.RopeScaling(kind=kind, **ours), 1024, torch.arange(length)[None]
     )
@@ -170,7 +168,9 @@ def test_scaled_frequencies_equal_the_reference(name, length):
 @pytest.mark.parametrize(("buckets", "most"), [(32, 128), (8, 20), (64, 256)])
 def test_relative_buckets_equal_the_reference(both_sides, buckets, most):
     distance = torch.arange(-600, 601)[None]
-    expected = T5Attention._relative_position_bucket(distance, both_sides, buckets, most)
+    expected = transformers.models.t5.modeling_t5.T5Attention._relative_position_bucket(
+        distance, both_sides, buckets, most
+    )
     found = relative_bucket(distance, both_sides, buckets, most)
     assert torch.equal(found, expected)
     assert found.unique().numel() >= buckets - 1
@@ -180,11 +180,13 @@ def test_relative_buckets_equal_the_reference(both_sides, buckets, most):
 @pytest.mark.parametrize("n_heads", [1, 2, 3, 4, 6, 8, 12, 16, 20, 40])
 @pytest.mark.cpu
 def test_alibi_slopes_equal_the_reference(n_heads):
-    bloom = build_alibi_tensor(torch.ones(1, 2), n_heads, torch.float32).view(n_heads, 2)[:, 1]
+    bloom = transformers.models.bloom.modeling_bloom.build_alibi_tensor(
+        torch.ones(1, 2), n_heads, torch.float32
+    ).view(n_heads, 2)[:, 1]
     assert worst(alibi_slopes(n_heads).float(), bloom) <= 1e-7
     # The other reference orders the slopes of other head counts in its own way.
     if n_heads & (n_heads - 1) == 0:
-        mpt = -build_mpt_alibi_tensor(n_heads, 2).view(n_heads, 2)[:, 0]
+        mpt = -transformers.models.mpt.modeling_mpt.build_mpt_alibi_tensor(n_heads, 2).view(n_heads, 2)[:, 0]
         assert worst(alibi_slopes(n_heads).float(), mpt) <= 1e-7
 
 

@@ -15,11 +15,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers.generation.logits_process import (
-    WhisperNoSpeechDetection,
-    WhisperTimeStampLogitsProcessor,
-)
-from transformers.models.whisper.generation_whisper import WhisperGenerationMixin
 
 import clearhead as ch
 from clearhead.app.commands.common import writing
@@ -38,11 +33,14 @@ from clearhead.learn.tasks.timestamps import (
     warped,
 )
 from tests.hub.packages import packaged
+from tests.later import later
 from tests.whisper import sounds, whisper_folder
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
 transformers.logging.set_verbosity_error()
+processors_of_logits = later("transformers.generation.logits_process")
+whisper = later("transformers.models.whisper.generation_whisper")
 
 
 # Sound ------------------------------------------------------------------------------------------------------
@@ -121,7 +119,7 @@ def test_timestamps_are_kept_to_the_reference_s_rules():
         rows = [written(random, number % 7) for _ in range(3)]
         logits = torch.randn(3, SIZE, generator=generator) * (1 + number % 4)
         ids = torch.tensor([[END + 1, END + 2, *row] for row in rows])
-        wanted = WhisperTimeStampLogitsProcessor(config, begin_index=2)(ids, logits)
+        wanted = processors_of_logits.WhisperTimeStampLogitsProcessor(config, begin_index=2)(ids, logits)
         assert torch.equal(Timestamps(FIRST, END, latest)(logits, rows), wanted), rows
 
 
@@ -130,7 +128,7 @@ def test_windows_are_cut_where_the_reference_cuts_them():
     random = np.random.default_rng(1)
     for number in range(300):
         ids, frames = written(random, 1 + number % 9), 2 * int(random.integers(1, 20)) + number % 2
-        theirs, offset = WhisperGenerationMixin._retrieve_segment(
+        theirs, offset = whisper.WhisperGenerationMixin._retrieve_segment(
             torch.tensor(ids), [{}], torch.zeros(1, dtype=torch.float64), FIRST, torch.tensor([frames]),
             1.0, 0.5, 2, 0, 0, False, torch.zeros(1, 2),
         )  # fmt: skip
@@ -198,11 +196,12 @@ def test_transcripts_are_the_reference_s(folder, language, task, times):
 def judged_by_the_reference(theirs, frames, monkeypatch, **options) -> tuple[list[int], list[dict]]:
     """Its tokens, and of each window that it read: ratio, log-probability, silence, and what it decided."""
     seen: list[dict] = []
-    judge = WhisperGenerationMixin._need_fallback
+    silence = processors_of_logits.WhisperNoSpeechDetection
+    judge = whisper.WhisperGenerationMixin._need_fallback
 
     def watch(self, tokens, outputs, index, processors, config, size, temperature):
         again, skipped = judge(self, tokens, outputs, index, processors, config, size, temperature)
-        found = [processor for processor in processors if isinstance(processor, WhisperNoSpeechDetection)]
+        found = [processor for processor in processors if isinstance(processor, silence)]
         seen.append(
             {
                 "ratio": self._retrieve_compression_ratio(tokens, size),
@@ -215,7 +214,7 @@ def judged_by_the_reference(theirs, frames, monkeypatch, **options) -> tuple[lis
         return again, skipped
 
     with monkeypatch.context() as patch:
-        patch.setattr(WhisperGenerationMixin, "_need_fallback", watch)
+        patch.setattr(whisper.WhisperGenerationMixin, "_need_fallback", watch)
         told = theirs.generate(frames, return_segments=True, **options)["segments"][0]
     return [token for part in told for token in part["tokens"].tolist()], seen
 
@@ -423,18 +422,17 @@ def test_each_token_is_spoken_when_the_reference_says(heads, alert):
 
 @pytest.mark.ledger("L11")
 def test_paths_and_medians_are_the_reference_s():
-    from transformers.models.whisper.generation_whisper import _dynamic_time_warping, _median_filter
 
     random = np.random.default_rng(0)
     for number in range(60):
         shape = random.integers(1, 30, size=2)
         cost = random.standard_normal(shape) if number % 2 else random.integers(0, 3, shape).astype(float)
-        rows, columns = _dynamic_time_warping(cost)
+        rows, columns = whisper._dynamic_time_warping(cost)
         first = np.pad(np.diff(rows), (1, 0), constant_values=1).astype(bool)
         assert warped(cost) == columns[first].tolist()
         x = torch.from_numpy(random.standard_normal((2, 3, shape[1]))).float()
         for width in (1, 3, 7):
-            assert torch.equal(median_filtered(x[None], width), _median_filter(x[None], width))
+            assert torch.equal(median_filtered(x[None], width), whisper._median_filter(x[None], width))
     assert token_positions(torch.rand(2, 1, 9), 7) == [0]  # one token, which has nothing to differ from
 
 

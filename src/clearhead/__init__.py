@@ -29,10 +29,11 @@ def __getattr__(name: str) -> object:
             _warnings.warn(warning, DeprecationWarning, stacklevel=2)
         globals()[name] = value = getattr(_importlib.import_module(_MODULES[current]), current)
         return value
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path = f"{__name__}.{name}"
     try:
-        if not name.startswith("_"):
-            return _importlib.import_module(path)
+        return _importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name != path:  # the module exists, and something that it imports does not
             raise

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 import clearhead as ch
 from clearhead.errors import InputError
@@ -118,7 +118,7 @@ def test_marked_templates_give_the_mask_of_transformers(name, tokenizer, tmp_pat
     template = ChatTemplate(TEMPLATES[name], NAMES)
     whole = Tokenizer.from_str(tokenizer.to_str())
     whole.post_processor = processors.ByteLevel(trim_offsets=False)  # else theirs loses leading spaces
-    theirs = PreTrainedTokenizerFast(tokenizer_object=whole, bos_token="<s>", eos_token="</s>")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=whole, bos_token="<s>", eos_token="</s>")
     given = talk("a", "one", "b", "two\n", "c", "tres")
     wanted = theirs.apply_chat_template(
         given, chat_template=TEMPLATES[name], return_dict=True, return_assistant_tokens_mask=True

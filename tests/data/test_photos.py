@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from PIL import Image
-from transformers import AutoImageProcessor
 
 import clearhead as ch
 from clearhead.errors import ClearheadError
@@ -59,7 +59,7 @@ def test_pixels_in_training_are_those_of_classify_evaluate_and_transformers(trai
     corpus = open_corpus(DataPlan(paths=(str(folder / "set"),)))
     seen = {picture.tobytes() for side in (corpus.train, corpus.validation) for picture in side.pixels}
     assert len(seen) == 19
-    theirs = AutoImageProcessor.from_pretrained(folder / "run")
+    theirs = transformers.AutoImageProcessor.from_pretrained(folder / "run")
     for path in sorted((folder / "set").glob("*/*.*")):
         ours = to_pixels(path, m.config, m.images)
         mean, std = (torch.tensor(m.images[name])[:, None, None] for name in ("image_mean", "image_std"))

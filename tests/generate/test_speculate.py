@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import scipy.stats
 import torch
 
 import clearhead as ch
@@ -14,6 +13,9 @@ from clearhead.run.generate.request import Request
 from clearhead.run.generate.sequence import Drafter, Prompts, Proposal, accept, adjust, distribution, draw
 from clearhead.run.generate.speculate import DraftModel, PromptLookup
 from tests.harness import build
+from tests.later import later
+
+stats = later("scipy.stats")
 
 SHAPES = {
     "learned": {"positions": "learned"},
@@ -129,7 +131,7 @@ def fits(tokens: torch.Tensor, exact: torch.Tensor) -> bool:
     possible = exact > 0
     if counts[~possible].sum():
         return False
-    return scipy.stats.chisquare(counts[possible], expected[possible]).pvalue > 1e-6
+    return stats.chisquare(counts[possible], expected[possible]).pvalue > 1e-6
 
 
 class Fixed(Drafter):

@@ -13,8 +13,9 @@ from clearhead.app.cli import main
 from clearhead.hub import onnx as graph
 from clearhead.hub.onnx import Function, example, expected, sizes_of
 from clearhead.hub.sentences import Sentences
+from tests.later import later
 
-onnxruntime = pytest.importorskip("onnxruntime")
+onnxruntime = later("onnxruntime")
 pytestmark = pytest.mark.ledger("P4")
 TINY = {"vocab_size": 40, "d_model": 12, "n_heads": 2, "n_layers": 1, "d_ff": 20, "max_positions": 48}
 

@@ -17,8 +17,9 @@ from clearhead.hub.peft import trained_updates, write_adapter
 from clearhead.run.kernels.lora import add_lora
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.sequence import ServeOptions
+from tests.later import later
 
-peft = pytest.importorskip("peft")
+peft = later("peft")
 
 SIZES = {"vocab_size": 61, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA = {**SIZES, "intermediate_size": 40, "num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -13,7 +13,6 @@ import torch
 import transformers
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoImageProcessor, AutoTokenizer
 
 import clearhead as ch
 from clearhead.hub.preprocessor import to_pixels
@@ -171,7 +170,7 @@ def test_ids_beside_tokenizer_json_equal_the_reference(kind: str, tmp_path: Path
     for trial in range(TRIALS):
         folder = tmp_path / str(trial)
         write_random(folder, rng, kind)
-        reference = AutoTokenizer.from_pretrained(folder)
+        reference = transformers.AutoTokenizer.from_pretrained(folder)
         texts = [random_text(rng) for _ in range(12)] + ["".join(NEW), "É " + " ".join(NEW)]
         wanted = [reference(text)["input_ids"] for text in texts]
         files = {path.name: path.read_text() for path in folder.iterdir() if path.name != "tokenizer.json"}
@@ -200,12 +199,12 @@ def test_chat_templates_outlive_saving(form: str, tmp_path: Path) -> None:
         listed = [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": OTHER}]
         stated = TEMPLATE if form == "text" else listed
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": stated}))
-    before = AutoTokenizer.from_pretrained(tmp_path / "m").chat_template
+    before = transformers.AutoTokenizer.from_pretrained(tmp_path / "m").chat_template
     assert before == (TEMPLATE if form in ("file", "text") else {"default": TEMPLATE, "rag": OTHER})
     ch.load(tmp_path / "m").save(tmp_path / "once")
     ch.load(tmp_path / "once").save(tmp_path / "twice")
-    assert AutoTokenizer.from_pretrained(tmp_path / "once").chat_template == before
-    assert AutoTokenizer.from_pretrained(tmp_path / "twice").chat_template == before
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "once").chat_template == before
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "twice").chat_template == before
 
 
 def test_what_an_unknown_class_does_is_refused(tmp_path: Path) -> None:
@@ -256,7 +255,7 @@ def test_pixels_equal_the_reference(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "vit", "image_size": size}))
         height, width = rng.choice([(rng.randint(5, 300), rng.randint(5, 300)), (size, size)])
         image = numbers.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        processor = AutoImageProcessor.from_pretrained(tmp_path)
+        processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
         theirs = processor(image, return_tensors="pt", input_data_format="channels_last")["pixel_values"][0]
         if theirs.shape[1:] != (size, size):  # the default size, which this model does not read
             refused += 1

@@ -10,7 +10,6 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import clearhead as ch
 from clearhead.app.cli import main
@@ -51,7 +50,10 @@ def folder(tmp_path: Path) -> Path:
 def test_every_byte_with_every_exponent_is_what_transformers_makes_of_it():
     blocks = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(2, 128, 16, 16)
     scales = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16).reshape(2, 128, 16).contiguous()
-    ours, theirs = dequantise(blocks, scales), convert_moe_packed_tensors(blocks, scales)
+    ours, theirs = (
+        dequantise(blocks, scales),
+        transformers.integrations.mxfp4.convert_moe_packed_tensors(blocks, scales),
+    )
     assert ours.shape == theirs.shape == (2, 512, 128)
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import clearhead as ch
 from clearhead.learn.tasks.table import TASKS
+from tests.later import later
 
-library = pytest.importorskip("sentence_transformers")
-base_modules = pytest.importorskip("sentence_transformers.base.modules")
-sparse_modules = pytest.importorskip("sentence_transformers.sparse_encoder.modules")
-late_modules = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules")
+library = later("sentence_transformers")
+base_modules = later("sentence_transformers.base.modules")
+sparse_modules = later("sentence_transformers.sparse_encoder.modules")
+late_modules = later("sentence_transformers.multi_vector_encoder.modules")
 pytestmark = pytest.mark.ledger("W9")
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "query", "passage", ":", "not", ".", "!"]

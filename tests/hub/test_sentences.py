@@ -14,12 +14,13 @@ from torch import nn
 import clearhead as ch
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
+from tests.later import later
 
 WORDS = ["the", "cat", "sat", "on", "mat", "a", "dog", "query", "passage", ":", "not"]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 TEXTS = ["the cat", "  a dog sat on the mat not on a cat ", "The Dog", "a cat sat on the mat . " * 9]
-library = pytest.importorskip("sentence_transformers")
-modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+library = later("sentence_transformers")
+modules = later("sentence_transformers.sentence_transformer.modules")
 PROMPTS = {"query": "query : ", "passage": "passage not : "}
 
 

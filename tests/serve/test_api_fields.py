@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from tools.api_fields import BODIES, REFUSED, UNUSED
 
 from clearhead.run.serve import protocol
 from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
+from tests.later import later
 from tests.serve.scripted import without_ids
-
-pytest.importorskip("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
-from tools.api_fields import BODIES, REFUSED, UNUSED
-
 from tools import api_fields
+
+later("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "additionalProperties": False}
 # Of every option: a value that is taken.

@@ -20,10 +20,11 @@ from clearhead.learn.tasks.results import segments_as
 from clearhead.run.serve import audio, server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
+from tests.later import later
 from tests.serve.served import serving
 from tests.whisper import sounds, whisper_folder
 
-openai = pytest.importorskip("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
+openai = later("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
 soundfile = pytest.importorskip("soundfile")
 FALLBACK = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # what temperature 0 means in OpenAI's API
 

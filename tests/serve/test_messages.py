@@ -19,10 +19,11 @@ from clearhead.run.serve.answers import template_options
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.messages import Answer, CountBody, MessagesBody
+from tests.later import later
 from tests.serve.scripted import ScriptedChoices, check_fields, fields_of, read_events, without_ids
 from tests.serve.served import serving
 
-anthropic = pytest.importorskip("anthropic", reason="needs the client: pip install 'clearhead[dev]'")
+anthropic = later("anthropic", reason="needs the client: pip install 'clearhead[dev]'")
 TYPES = "anthropic.types"
 PLAIN = ChatTemplate(
     "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"

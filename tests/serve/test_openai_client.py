@@ -11,9 +11,10 @@ import torch.nn.functional as nnf
 from pydantic import BaseModel
 
 from clearhead.run.serve.engine import ServeEngine
+from tests.later import later
 from tests.serve.served import serving
 
-openai = pytest.importorskip("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
+openai = later("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 

@@ -18,10 +18,11 @@ from clearhead.run.serve.limits import Limits
 from clearhead.run.serve.protocol import ChatBody
 from clearhead.run.serve.responses import Answer, Kept, Memory
 from clearhead.run.serve.responses_body import InputBody, ResponsesBody
+from tests.later import later
 from tests.serve.scripted import ScriptedChoices, check_fields, fields_of, read_events, without_ids
 from tests.serve.served import serving
 
-openai = pytest.importorskip("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
+openai = later("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
 TYPES = "openai.types.responses"
 PLAIN = ChatTemplate(
     "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}{{ tools }}"

@@ -24,10 +24,11 @@ from clearhead.run.serve.app import make_server
 from clearhead.run.serve.engine import ServeEngine
 from clearhead.run.serve.limits import Limits
 from tests import harness
+from tests.later import later
 from tests.serve.served import serving
 from tests.tokens.toys import TEMPLATES
 
-openai = pytest.importorskip("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
+openai = later("openai", reason="needs the openai client: pip install 'clearhead[dev]'")
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
 SPECIAL = [
     *("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|channel|>", "<|message|>", "<|start|>"),

@@ -3,9 +3,9 @@
 import time
 
 import pytest
+import transformers
 from rich.cells import cell_len
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import clearhead as ch
 from clearhead.app.commands.chat import Printed
@@ -64,7 +64,7 @@ def test_there_are_thirty_templates():
     assert len(TEMPLATES) == len(set(TEMPLATES.values())) >= 30
 
 
-def takes_system(tokenizer: PreTrainedTokenizerFast, template: str) -> bool:
+def takes_system(tokenizer: transformers.PreTrainedTokenizerFast, template: str) -> bool:
     """Whether a template writes what a system message says."""
     messages = [{"role": "system", "content": "Brief."}, HI]
     try:
@@ -76,7 +76,9 @@ def takes_system(tokenizer: PreTrainedTokenizerFast, template: str) -> bool:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_equal_those_of_transformers(name, model, tokenizer):
     """Every conversation that transformers takes gives the same ids; what it refuses is refused in a line."""
-    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"
+    )
     model.settings = {**NAMES, "chat_template": TEMPLATES[name]}
     taken = 0
     for kind, messages in CHATS.items():

@@ -11,7 +11,6 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
 
 from clearhead.errors import InputError
 from clearhead.hub.tokenizer import save_tokenizer
@@ -68,7 +67,7 @@ def test_trained_from_files_saved_and_read_by_the_reference(kind: str, task: str
     special = {role: made.token_to_id(token) for role, token in SPECS[task].specials.roles(kind).items()}
     save_tokenizer(tmp_path, made, special)
     ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text in [*HARD, *LINES[:4], "".join(SPECS[task].specials.roles(kind).values())]:
         ids = made.encode(text).ids
         assert ours.encode(text).ids == ids

@@ -18,7 +18,7 @@ from clearhead.learn.data.plan import DataPlan
 from clearhead.learn.tasks.entries.describe import PicturedBatches, read_pictured
 from tests import llava
 from tests.llava import directory, processor, sized_directory, tiled_directory
-from tests.parity.test_qwen_vl import Processor
+from tests.parity.test_qwen_vl import reference_processor
 from tests.training.test_run import StopAt
 
 COLOURS = {"red": (220, 20, 20), "green": (20, 220, 20), "blue": (20, 20, 220)}
@@ -64,7 +64,7 @@ def test_the_loss_is_that_of_the_reference(base: pathlib.Path, squares: pathlib.
     sized = m.image_encoder.config.any_size
     if sized:
         fast = transformers.AutoTokenizer.from_pretrained(base)
-        reader = Processor(processor(min_pixels=256, max_pixels=24 * 64), fast)
+        reader = reference_processor(processor(min_pixels=256, max_pixels=24 * 64), fast)
     else:
         reader = transformers.AutoProcessor.from_pretrained(base)
     model = transformers.AutoModelForImageTextToText.from_pretrained(base, attn_implementation="eager")

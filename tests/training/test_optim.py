@@ -11,8 +11,7 @@ import math
 
 import pytest
 import torch
-from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup, get_wsd_schedule
-from transformers.optimization import Adafactor
+import transformers
 
 import clearhead as ch
 from clearhead.errors import InputError
@@ -165,7 +164,7 @@ def test_adafactor_is_transformers(size):
     ours, theirs = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4)
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_optimizer(ours, TrainPlan(optimizer="adafactor", weight_decay=0.0, lr=0.01), CPU)
-    reference = Adafactor(
+    reference = transformers.Adafactor(
         theirs.parameters(), lr=0.01, relative_step=False, scale_parameter=True, warmup_init=False
     )
     for _ in range(6):
@@ -317,9 +316,12 @@ def theirs(make, **arguments) -> list[float]:
 @pytest.mark.parametrize(
     ("schedule", "reference"),
     [
-        ("cosine", lambda: theirs(get_cosine_schedule_with_warmup)),
-        ("linear", lambda: theirs(get_linear_schedule_with_warmup)),
-        ("wsd", lambda: theirs(get_wsd_schedule, num_decay_steps=STEPS // 5, decay_type="linear")),
+        ("cosine", lambda: theirs(transformers.get_cosine_schedule_with_warmup)),
+        ("linear", lambda: theirs(transformers.get_linear_schedule_with_warmup)),
+        (
+            "wsd",
+            lambda: theirs(transformers.get_wsd_schedule, num_decay_steps=STEPS // 5, decay_type="linear"),
+        ),
     ],
 )
 def test_transformers_gives_the_same_rates(schedule, reference):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+import transformers
 
 import clearhead as ch
 from clearhead.app.cli import main
@@ -144,7 +144,10 @@ def test_a_prompt_begins_as_documents_begin_in_isolated_packing(tmp_path, tokens
         run(stories, tmp_path / out, f"{start} data.packing=isolated train.steps=1")
         made = ch.load(tmp_path / out)
         assert made.prompt_ids("the cat sat") == [bos, *plain]
-        assert AutoTokenizer.from_pretrained(tmp_path / out)("the cat sat").input_ids == [bos, *plain]
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / out)("the cat sat").input_ids == [
+            bos,
+            *plain,
+        ]
         # A document packed as in training, and the same as a prompt: one probability.
         packed = ch.evaluate(made, story)
         assert packed.targets == len(plain)

@@ -12,8 +12,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import f1_score, ndcg_score
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+import transformers
 
 import clearhead as ch
 from clearhead.errors import ConfigError, InputError
@@ -28,6 +27,9 @@ from clearhead.learn.tasks.entries.multilabel import MULTILABEL
 from clearhead.learn.tasks.table import TASKS, open_examples
 from tests import harness
 from tests.harness import split
+from tests.later import later
+
+sklearn_metrics = later("sklearn.metrics")
 
 SMALL = {
     "model.d_model": 32, "model.n_layers": 1, "model.n_heads": 4, "model.max_positions": 24,
@@ -77,12 +79,12 @@ def test_rankings_are_judged_as_sklearn_judges_them():
         ranked = np.argsort(-scores).tolist()
         relevant = {n: float(gain) for n, gain in enumerate(gains) if gain}
         found = METRICS["ndcg"]([ranked], [relevant])
-        assert math.isclose(found, ndcg_score([gains], [scores], k=10), rel_tol=1e-9)
+        assert math.isclose(found, sklearn_metrics.ndcg_score([gains], [scores], k=10), rel_tol=1e-9)
         first = next((n for n, one in enumerate(ranked[:10], 1) if gains[one]), math.inf)
         assert METRICS["mrr"]([ranked], [relevant]) == 1 / first
         guess, truth = (random.random((9, 4)) < 0.5 for _ in range(2))
         for average in ("micro", "macro"):
-            wanted = f1_score(truth, guess, average=average, zero_division=0)
+            wanted = sklearn_metrics.f1_score(truth, guess, average=average, zero_division=0)
             made = MULTILABEL[f"{average}_f1"](guess.astype(int).tolist(), truth.astype(int).tolist())
             assert math.isclose(made, wanted, rel_tol=1e-9, abs_tol=1e-9)
 
@@ -101,7 +103,7 @@ def test_an_anchor_with_two_positives_is_one_query_with_two_right_answers():
     assert found["mrr"] == pytest.approx((1 + 1 / 2 + 1) / 3)
     gains = np.array([[1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]])
     scores = np.array(anchors)[[0, 2, 3]] @ np.array(texts).T - 1e-9 * np.arange(4)
-    assert found["ndcg"] == pytest.approx(ndcg_score(gains, scores, k=10))
+    assert found["ndcg"] == pytest.approx(sklearn_metrics.ndcg_score(gains, scores, k=10))
 
 
 @pytest.fixture(scope="module")
@@ -190,9 +192,9 @@ def test_several_classes_of_a_text_as_transformers_gives_them(tmp_path):
     done = ch.train({"train": rows * 2, "validation": rows}, out=tmp_path / "run", settings=settings)
     assert done.metrics["micro_f1"] > 0.7
     m = ch.load(tmp_path / "run")
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").eval()
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "run").eval()
     assert theirs.config.problem_type == "multi_label_classification"
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run")
     for text in texts:
         with torch.no_grad():
             wanted = theirs(**tokenizer(text, return_tensors="pt")).logits.sigmoid()[0]
@@ -280,9 +282,9 @@ def test_evaluation_agrees_with_scipy(run):
 
 def test_transformers_opens_it_as_a_regression(run):
     done, test, _ = run
-    theirs = AutoModelForSequenceClassification.from_pretrained(done.folder).eval()
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(done.folder).eval()
     assert theirs.config.problem_type == "regression" and theirs.config.num_labels == 1
-    tokenizer = AutoTokenizer.from_pretrained(done.folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(done.folder)
     texts = [line.split("\t")[0] for line in test.read_text().splitlines()[1:9]]
     loaded = ch.load(done.folder)
     for text, ours in zip(texts, predict(loaded, texts)):
