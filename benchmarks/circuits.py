@@ -19,7 +19,7 @@ from torch import Tensor
 
 import clearhead as ch
 from clearhead.app.plot import save as save_picture
-from clearhead.app.plot.circuits import draw_circuit
+from clearhead.app.plot.prompts import draw_circuit
 from clearhead.inside.attribution import looks
 from clearhead.inside.circuit import METHODS, PromptPair, circuit, exact_scores
 from clearhead.inside.edges import runs_of

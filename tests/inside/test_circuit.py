@@ -10,7 +10,7 @@ import torch
 
 import clearhead as ch
 from clearhead.app.cli import main
-from clearhead.app.plot.circuits import draw_circuit
+from clearhead.app.plot.prompts import draw_circuit
 from clearhead.inside.circuit import (
     METHODS,
     Circuit,

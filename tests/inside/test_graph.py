@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import clearhead as ch
-from clearhead.app.plot.circuits import draw_graph
+from clearhead.app.plot.prompts import draw_graph
 from clearhead.inside.attribution import looks
 from clearhead.inside.edges import Cut, EdgeGraph, cut_model
 from clearhead.inside.features.dictionary import Dictionary

@@ -20,7 +20,7 @@ from clearhead.hub.rules import matches
 from clearhead.hub.towers import JoinedTowers
 from clearhead.hub.vision import PREFIXES
 from clearhead.inside.checks.independent import reference_rows
-from clearhead.learn.tasks.towers import image_pixels
+from clearhead.learn.tasks.vectors import image_pixels
 from clearhead.variants.towers import pair_loss
 from tests.parity.harness import GRADIENTS, LOGITS, close, reference, reopened
 

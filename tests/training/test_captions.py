@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 import clearhead as ch
 from clearhead.errors import ConfigError
 from clearhead.learn.tasks.entries.align import read_captions
-from clearhead.learn.tasks.towers import image_pixels, text_inputs
+from clearhead.learn.tasks.vectors import image_pixels, text_inputs
 from clearhead.learn.training.events import read_log
 from tests.training.test_run import StopAt
 

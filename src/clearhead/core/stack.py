@@ -37,7 +37,7 @@ ROUTERS: Registry[Any] = Registry({"depth": "clearhead.variants.routing:Router"}
 # What a layer reads of earlier ones besides the stream; what a token reads of the one before it.
 AT = "clearhead.variants"
 SHORTCUTS: Registry[Any] = Registry({n: f"{AT}.shortcuts:{n}" for n in ("Shortcut", "Carried", "steps")})
-PREVIOUS: Registry[Any] = Registry({n: f"{AT}.previous:{n}" for n in ("Previous", "steps")})
+PREVIOUS: Registry[Any] = Registry({n: f"{AT}.shortcuts:{n}" for n in ("Previous", "previous_steps")})
 
 
 class Residual(nn.Module):

@@ -13,7 +13,7 @@ from clearhead.hub import checkpoint, peft
 from clearhead.hub.checkpoint import local_or_downloaded, read_tokenizer_and_settings
 from clearhead.hub.preprocessor import Image
 from clearhead.hub.towers import has_images, has_towers, load_towers, load_with_images
-from clearhead.learn.tasks import generation, reading, results, speech, towers, vectors
+from clearhead.learn.tasks import generation, reading, results, speech, vectors
 from clearhead.learn.tasks.generation import (
     Cancel,
     GenerateOptions,
@@ -237,7 +237,7 @@ class Model(Bundle):
             single = not isinstance(inputs, list | tuple) and getattr(inputs, "ndim", 3) < 4
         given = [inputs] if single else list(inputs)
         if self.towers is not None or labels is not None:
-            return unwrapped(towers.zero_shot(self, given, labels or (), batch_size), single)
+            return unwrapped(vectors.zero_shot(self, given, labels or (), batch_size), single)
         return unwrapped(reading.classify(self, given, batch_size), single)
 
     def rerank(
@@ -320,7 +320,7 @@ class Model(Bundle):
         single = isinstance(texts, Image) and getattr(texts, "ndim", 3) < 4
         given: list[Any] = [texts] if single else list(texts)
         if self.towers is not None and prompt is None:
-            return towers.embed(self, given, batch_size)
+            return vectors.embed_joined(self, given, batch_size)
         return vectors.embed(self, given, batch_size, prompt)
 
     @overload

@@ -413,6 +413,6 @@ VARIANTS: Registry[Callable[[Fields, Sequence[StackSpec]], Mistakes]] = Registry
         "patches": patch_mistakes,
         "mtp": "clearhead.variants.mtp:mtp_mistakes",
         "shortcuts": "clearhead.variants.shortcuts:shortcut_mistakes",
-        "previous": "clearhead.variants.previous:previous_mistakes",
+        "previous": "clearhead.variants.shortcuts:previous_mistakes",
     }
 )

@@ -23,7 +23,7 @@ from clearhead.core.config.kinds import FULL
 from clearhead.errors import ConfigError, InputError, nearest, refuse
 from clearhead.variants.kinds import block_length
 from clearhead.variants.presets import preset
-from clearhead.variants.previous import last_shape
+from clearhead.variants.shortcuts import last_shape
 from clearhead.variants.steps import Pass, Step, model_steps
 
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}  # bytes of one value

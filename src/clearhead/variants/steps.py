@@ -191,7 +191,7 @@ def embedding_steps(spec: StackSpec, run: Pass, length: int, shared: bool) -> It
     if spec.embedding_dropout:
         yield Step(f"{name}.dropout", "embedding", kept=rows * D)
     if spec.recalls:
-        yield from PREVIOUS["steps"](spec, run, f"{spec.prefix}previous", rows)
+        yield from PREVIOUS["previous_steps"](spec, run, f"{spec.prefix}previous", rows)
 
 
 def token_steps(spec: StackSpec, run: Pass, name: str, length: int) -> Iterator[Step]:

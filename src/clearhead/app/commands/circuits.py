@@ -67,7 +67,7 @@ def graph(
         m, text, token, position, target, against, pair,
         features=features, neurons=neurons, scores=scores, nodes=nodes, verify=verify,
     ).merged(groups)  # fmt: skip
-    return View(found, [_table(found), *_lines(found)], drawing("circuits:draw_graph", found))
+    return View(found, [_table(found), *_lines(found)], drawing("prompts:draw_graph", found))
 
 
 def _table(found: Graph) -> Table:
@@ -198,7 +198,7 @@ def circuit(
     if save is not None:
         found.save(save)
         notes = [f"saved {save}"]
-    return View(found, _circuit_tables(found), drawing("circuits:draw_circuit", found), notes)
+    return View(found, _circuit_tables(found), drawing("prompts:draw_circuit", found), notes)
 
 
 def _read_pairs(path: Path) -> Iterator[tuple[str | None, ...]]:
@@ -336,7 +336,7 @@ def train(
               ("measure", ">value"), rows),
         speed,
     ]  # fmt: skip
-    return View(trained, parts, drawing("circuits:draw_training", trained), trained.notes)
+    return View(trained, parts, drawing("prompts:draw_training", trained), trained.notes)
 
 
 def show(

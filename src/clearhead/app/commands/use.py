@@ -226,7 +226,7 @@ def classify(
     """
     model = options.load(folder)
     if labels or model.towers is not None:
-        from clearhead.learn.tasks.towers import check_labels, towers_of
+        from clearhead.learn.tasks.vectors import check_labels, towers_of
 
         towers_of(model, "classify --labels")
         refuse(not labels, 'this model finds one of the classes it is given: add --labels "a cat" "a dog"')
@@ -333,7 +333,7 @@ def embed(
     """
     model = options.load(folder)
     if images:
-        from clearhead.learn.tasks.towers import towers_of
+        from clearhead.learn.tasks.vectors import towers_of
 
         towers_of(model, "embed --images")
     read, dense = Path if images else str, model.sentences is None or model.sentences.kind == "dense"

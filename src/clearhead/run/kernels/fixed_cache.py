@@ -17,7 +17,7 @@ from clearhead.core.masks import TokenInfo
 from clearhead.core.positions import Rotary
 from clearhead.errors import InputError, refuse
 from clearhead.variants.caches import LayerState, Slots, empty_slots
-from clearhead.variants.previous import last_shape
+from clearhead.variants.shortcuts import last_shape
 
 
 class FixedCache(Cache):

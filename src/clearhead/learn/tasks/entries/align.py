@@ -35,7 +35,7 @@ from clearhead.learn.evaluation.metrics import METRICS
 from clearhead.learn.losses import NO_TERMS, Answered, Terms
 from clearhead.learn.recipe import BASE, GeneratePlan, Recipe, TrainPlan
 from clearhead.learn.tasks.task import Answers, Scored, Side, Task, sampled
-from clearhead.learn.tasks.towers import image_pixels, text_inputs, towers_of
+from clearhead.learn.tasks.vectors import image_pixels, text_inputs, towers_of
 from clearhead.run.api import Model
 from clearhead.run.bundle import Bundle
 from clearhead.variants.towers import TowersConfig, pair_loss
