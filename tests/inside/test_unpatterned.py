@@ -15,6 +15,7 @@ from clearhead.inside.ablation import effect
 from clearhead.inside.attention import attention, read_maps
 from clearhead.inside.attribution import paths
 from clearhead.inside.checks.reference_float64 import features
+from clearhead.inside.graph import graph
 from clearhead.inside.heads import head_roles
 from clearhead.inside.inputs import prepare
 from clearhead.inside.lens import contributions, lens
@@ -109,7 +110,7 @@ def test_every_tool_goes_on_with_the_layers_that_have_a_pattern(tmp_path) -> Non
     assert [each.layer for each in maps.maps] == [0, 1, 3]
     assert worst(torch.from_numpy(maps.layer(1).pattern).sum(-1), torch.ones(4, 7)) <= 1e-5
     for each in (maps, attention(m, TEXT, to=tmp_path / "maps"), read_maps(tmp_path / "maps")):
-        with pytest.raises(InputError, match=r"these have no attention pattern: 2"):
+        with pytest.raises(InputError, match=r"these layers have none, or a state-space mixer next to it: 2"):
             each.rollout()
     with pytest.raises(InputError, match=r"2 \(gated-delta\); layers with one: 0, 1, 3"):
         attention(m, TEXT, layers=[2])
@@ -184,3 +185,42 @@ def test_every_tool_goes_on_with_state_space_layers_and_half_blocks(alone) -> No
     assert paths(m, TEXT).logit == pytest.approx(sums.logit, abs=1e-4)
     page = record_page(m, "state spaces", TEXT)["views"]["model"]["unpatterned"]
     assert page[0].startswith("layers without an attention pattern: 0")
+
+
+def test_hybrid_layers_show_the_patterns_of_their_heads(tmp_path, clearhead) -> None:
+    """Falcon-H1: softmax attention next to a mixer, which no pattern shows, and every tool counts."""
+    hybrid = "hybrid(d_state=5, attention_in=0.8, attention_out=0.7, k_scale=0.3)"
+    m = of_words(mixed(("full", hybrid), n_kv_heads=2))
+    assert [(each.layer, len(each.pattern)) for each in attention(m, TEXT).maps] == [(0, 4), (1, 4)]
+    with ch.record(m.model, f"{PART}.*") as seen:
+        m.model(torch.tensor([prepare(m, TEXT).tokens.ids]))
+    q, k = (seen[f"{PART}.{name}"][0] for name in "qk")
+    scores = q @ k.repeat_interleave(2, 0).mT * m.config.main.attention_scale
+    future = torch.ones(scores.shape, dtype=torch.bool).triu(1)
+    pattern = scores.masked_fill(future, -torch.inf).softmax(-1)
+    assert worst(torch.from_numpy(attention(m, TEXT).layer(1).pattern), pattern) <= 1e-6
+    assert {str(head) for head in head_roles(m, [TEXT]).heads} >= {"0.0", "1.3"}
+    sums, carried = contributions(m, TEXT), paths(m, TEXT)
+    assert sums.total == pytest.approx(sums.logit, abs=1e-4)
+    assert {term.name for term in sums.terms} >= {"0.3", "attention 1"} and carried.direct.keys() == {"0"}
+    assert all(comparison.passed for comparison in ch.check(m.model))
+    for call, why in (
+        (
+            lambda: attention(m, TEXT).rollout(),
+            "these layers have none, or a state-space mixer next to it: 1",
+        ),
+        (lambda: effect(m, TEXT, heads=["1.0"]), "head 1.0 has a state-space mixer next to it"),
+        (lambda: graph(m, TEXT), "their heads, and not the state-space mixer next to them: 1"),
+    ):
+        with pytest.raises(InputError, match=why):
+            call()
+    views = record_page(m, "hybrid", TEXT)["views"]
+    assert views["run/recorded/thumbnails/self"]["layers"] == [0, 1]
+    assert [(one["heads"], one["removable"]) for one in views["model"]["attentions"]] == [
+        (4, True),
+        (4, False),
+    ]
+    m.save(tmp_path / "hybrid")
+    said = clearhead("attention", tmp_path / "hybrid", TEXT, "--head", "1.2", "--json")
+    assert said.err.strip() == views["model"]["unpatterned"][0]
+    assert worst(torch.tensor(said.json["heads"][0]["pattern"]), pattern[2]) <= 1e-5

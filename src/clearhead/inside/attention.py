@@ -185,7 +185,8 @@ class AttentionMaps(Result):
     json_names = ("aggregated", "maps")
 
     maps: tuple[LayerMap, ...]
-    skipped: tuple[AttentionName, ...] = ()  # those of the model that have no pattern
+    # Those of the model that have no pattern, or whose pattern shows a part of what they add.
+    skipped: tuple[AttentionName, ...] = ()
 
     @property
     def aggregated(self) -> int:
@@ -253,7 +254,8 @@ class AttentionMaps(Result):
         skipped = [str(each.layer) for each in self.skipped if each.kind == kind]
         refuse(
             bool(skipped),
-            f"rollout leaves no layer out, and these have no attention pattern: {', '.join(skipped)}",
+            "rollout follows patterns alone, and these layers have none, or a state-space mixer next to it: "
+            + ", ".join(skipped),
         )
         refuse(
             [each.layer for each in layers] != list(range(len(layers))),
@@ -353,7 +355,8 @@ def attention(
                 np.save(folder / f"{name.kind}.{name.layer}.entropies.npy", entropies)
 
     prepared.hand_out({f"{each.part}.pattern": partial(keep, name=each) for each in chosen})
-    skipped = tuple(each for each, own in names.kinds_of(prepared.model.config).items() if not own.patterned)
+    kinds_by_name = names.kinds_of(prepared.model.config)
+    skipped = tuple(each for each, own in kinds_by_name.items() if not (own.patterned and own.has_heads))
     if folder is None:
         return AttentionMaps(tuple(maps), skipped)
     rows = [

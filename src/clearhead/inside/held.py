@@ -45,7 +45,8 @@ def refuse_bent(model: Transformer) -> None:
     """Refuse a model with a part that stays no linear map when patterns, norms and gates are held."""
     config = model.config
     names.refuse_shortcuts(config)
-    bent = [kind for kind in names.kinds_of(config).values() if not kind.patterned and kind.name != "none"]
+    kinds = [kind for kind in names.kinds_of(config).values() if kind.name != "none"]
+    bent = [kind for kind in kinds if not (kind.patterned and kind.has_heads)]
     refuse(
         bool(bent),
         f"a graph takes attention with a pattern in every layer: {''.join(names.unpatterned(config))}",

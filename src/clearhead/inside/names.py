@@ -18,6 +18,7 @@ from clearhead.core.config.kinds import FULL, Kind
 from clearhead.errors import InputError, nearest, refuse, refuse_unknown
 
 PARTS = {"self": "blocks.{}.attention", "encoder": "encoder.blocks.{}.attention", "cross": "blocks.{}.cross"}
+NO_HEADS = "this model has no heads by themselves: its layers share a convolution and a gate"
 _NAME = re.compile(r"(?:(self|encoder|cross)\.)?(\d+)\.(\d+)")
 
 
@@ -66,7 +67,8 @@ class AttentionName(NamedTuple):
 def kinds_of(config: ModelConfig) -> dict[AttentionName, Kind]:
     """Return what each attention of a model computes, in the order of the forward pass.
 
-    Those of recurrent layers have no heads by themselves: they share a convolution and a gate.
+    Those of recurrent layers have no heads by themselves: they share a convolution and a gate. Those of
+    hybrid layers have patterns, and what else these layers add is of no head.
     """
     kinds_by_name = {}
     for spec in config.stacks:
@@ -74,7 +76,8 @@ def kinds_of(config: ModelConfig) -> dict[AttentionName, Kind]:
             kinds = (("encoder" if spec.prefix else "self", own), ("cross", FULL))
             for name, kind in kinds[: 1 + spec.cross]:
                 heads = spec.heads_of(AttentionName(name, layer).part)
-                kinds_by_name[AttentionName(name, layer, len(heads) if kind.has_heads else 0)] = kind
+                shown = kind.has_heads or kind.patterned
+                kinds_by_name[AttentionName(name, layer, len(heads) if shown else 0)] = kind
     return kinds_by_name
 
 
@@ -103,19 +106,30 @@ def patterned(
 
 
 def unpatterned(config: ModelConfig) -> list[str]:
-    """Return one line on the layers without an attention pattern; none where every layer has one."""
+    """Return a line on the layers without an attention pattern, and one on those that it shows in part."""
     groups: dict[str, list[str]] = {}
     for attention, kind in kinds_of(config).items():
         groups.setdefault("" if kind.patterned else str(kind), []).append(str(attention))
     those = ", ".join(groups.pop("", ["none"]))
     without = ", ".join(f"{', '.join(layers)} ({kind})" for kind, layers in groups.items())
-    return [f"layers without an attention pattern: {without}; layers with one: {those}"] if groups else []
+    lines = [f"layers without an attention pattern: {without}; layers with one: {those}"] if groups else []
+    if hybrid := partly_patterned(config):
+        lines.append(
+            "layers whose pattern shows their heads, and not the state-space mixer next to them: "
+            + ", ".join(hybrid)
+        )
+    return lines
+
+
+def partly_patterned(config: ModelConfig) -> list[str]:
+    """Return the layers that add more than their heads: attention next to a state-space mixer."""
+    return [str(name) for name, kind in kinds_of(config).items() if kind.patterned and not kind.has_heads]
 
 
 def all_heads(config: ModelConfig, kind: str | None = None) -> list[AttentionHead]:
     """Return every head of a model, or those of one kind of attention; refuse a model without any."""
     heads = heads_in(attentions(config, kind))
-    refuse(not heads, "this model has no heads by themselves: its layers share a convolution and a gate")
+    refuse(not heads, NO_HEADS)
     return heads
 
 
@@ -127,7 +141,8 @@ def heads_in(some: Iterable[AttentionName]) -> list[AttentionHead]:
 def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]:
     """Return heads by their names; an error lists some that exist."""
     wanted, heads = list(names), list[AttentionHead]()
-    known = {str(head): head for head in all_heads(config)} if wanted else {}
+    known = {str(head): head for head in heads_in(kinds_of(config))} if wanted else {}
+    refuse(bool(wanted) and not known, NO_HEADS)
     for name in wanted:
         matched = _NAME.fullmatch(name.strip())
         head = str(AttentionHead(matched[1] or "self", int(matched[2]), int(matched[3]))) if matched else ""
@@ -141,9 +156,15 @@ def find_heads(config: ModelConfig, names: Iterable[str]) -> list[AttentionHead]
 
 
 def as_heads(config: ModelConfig, heads: Heads) -> list[AttentionHead]:
-    """Return heads, given as such or by name; each once, in the order of their names."""
+    """Return heads to change, given as such or by name; each once, in the order of their names."""
     wanted = [heads] if isinstance(heads, AttentionHead | str) else heads
-    return sorted(set(find_heads(config, map(str, wanted))))
+    found = sorted(set(find_heads(config, map(str, wanted))))
+    beside = next((head for head in found if str(head).rpartition(".")[0] in partly_patterned(config)), None)
+    refuse(
+        beside is not None,
+        f"head {beside} has a state-space mixer next to it, and is not changed by itself: choose its layer",
+    )
+    return found
 
 
 # Parts ------------------------------------------------------------------------------------------------------

@@ -421,7 +421,7 @@ class HybridKind(Mamba2Kind):
 
     name = "hybrid"
     masked = stateful = True
-    patterned = has_heads = False  # the shares of its attention say nothing of what its mixer adds
+    patterned = True  # of its heads; of what its mixer adds it says nothing
     untapped = ()
     also_tapped = ("mixer.q", "mixer.k", "mixer.v", "mixer.z", "mixer.out")
     attention_in: float = 1.0  # the input of attention is multiplied by it

@@ -152,6 +152,7 @@ def model_view(m: Model, name: str, example: dict[str, Any] | None = None) -> di
                 "layer": attention.layer,
                 "heads": attention.n_heads,
                 "pattern": kind.patterned,
+                "removable": kind.has_heads,
             }
             for attention, kind in kinds_of(config).items()
         ],

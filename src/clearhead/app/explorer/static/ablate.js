@@ -44,8 +44,9 @@ export const ablateSection = {
     function showGrid() {
       const model = app.store.get("model");
       if (!model || !model.attentions) return;
-      const most = Math.max(...model.attentions.map((entry) => entry.heads));
-      const rows = model.attentions.map(({ kind, layer, heads }) => {
+      const removable = model.attentions.map((entry) => (entry.removable === false ? { ...entry, heads: 0 } : entry));
+      const most = Math.max(...removable.map((entry) => entry.heads));
+      const rows = removable.map(({ kind, layer, heads }) => {
         const whole = kind === "encoder" ? `encoder.${layer}` : String(layer);
         const others = kind === "cross" ? [null, null] : [`feedforward:${whole}`, `layer:${whole}`];
         return { title: `${ABLATE_KINDS[kind]}${layer}`, names: [...Array.from({ length: most }, (_, number) => (number < heads ? atlasName(kind, layer, number) : null)), ...others] };

@@ -264,7 +264,7 @@ export const compareSection = {
       if (!path || run.task === "embed") return null;
       const model = app.store.get("model");
       const length = run.tokens.labels.length + (run.source ? run.source.labels.length : 0);
-      const rows = kind === "heads" ? model.attentions.reduce((sum, entry) => sum + entry.heads, 0) : (model.layers + (model.encoder_layers || 0) + 1) * length;
+      const rows = kind === "heads" ? model.attentions.reduce((sum, entry) => sum + (entry.removable === false ? 0 : entry.heads), 0) : (model.layers + (model.encoder_layers || 0) + 1) * length;
       replace(patchSaid);
       if (node.dataset.of !== path) replace(node); // what is there is of another answer
       node.dataset.of = path;

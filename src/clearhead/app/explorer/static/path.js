@@ -169,7 +169,7 @@ export const pathSection = {
   id: "path",
   title: "Path",
   hint: "Which head moved this, and from where? Tokens across, layers up; each arc is what one head carried, as wide as its logits.",
-  applies: (model) => model.task !== "embed" && model.attentions.some((entry) => entry.pattern !== false),
+  applies: (model) => model.task !== "embed" && model.attentions.some((entry) => entry.pattern !== false && entry.removable !== false),
 
   mount(root, app) {
     const problem = el("p", { role: "alert", class: "problem" });
