@@ -244,7 +244,7 @@ def fit(machine: str) -> None:
     for products, eight, attention in itertools.product(
         (0.46, 0.49, 0.52, 0.55, 0.58, 0.61), float8, (0.16, 0.185, 0.21, 0.25, 0.3, 0.45, 0.55)
     ):
-        tried = dataclasses.replace(device, products=products, float8=eight, attention=attention)
+        tried = dataclasses.replace(device, matmul_share=products, float8=eight, attention=attention)
         errors = [math.log(run.predict(tried).tokens_per_second / run.rate) for run in runs]
         tries.append((sum(error**2 for error in errors), products, eight, attention))
     print(machine, *sorted(tries)[:3], sep="\n  ")

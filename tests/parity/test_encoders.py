@@ -232,9 +232,9 @@ def test_unmatched_and_missing_tensors_are_named(name, tmp_path):
         ("Longformer", {"architectures": ["LongformerForMultipleChoice"]}, "MultipleChoice"),
         ("XLMRoberta", {"is_decoder": True}, "is_decoder"),
         ("ModernBert", {"layer_types": ["chunked_attention"] * 3}, "only sliding_attention and full_att"),
-        ("DebertaV2", {"conv_kernel_size": 3}, "a convolution beside the first layer is not supported"),
+        ("DebertaV2", {"conv_kernel_size": 3}, "a convolution next to the first layer is not supported"),
         ("DebertaV2", {"share_att_key": False}, "share_att_key False: projections of positions apart"),
-        ("DebertaV2", {"position_biased_input": True}, "a table of positions beside disentangled"),
+        ("DebertaV2", {"position_biased_input": True}, "a table of positions next to disentangled"),
         ("Camembert", {"architectures": ["CamembertForMultipleChoice"]}, "CamembertForMultipleChoice"),
     ],
 )

@@ -312,7 +312,7 @@ def test_a_full_engine_takes_no_file(hearing):
 
 
 def job_of(engine: ServeEngine, clip: np.ndarray, **asked) -> tuple[audio.SpeechJob, object]:
-    job = audio.SpeechJob(engine, audio.TranscriptionBody(**asked).asked("transcribe"))
+    job = audio.SpeechJob(engine, audio.TranscriptionBody(**asked).speech_request("transcribe"))
     job.open(io.BytesIO(file_of(clip)[1]))
     return job, job.submit()
 

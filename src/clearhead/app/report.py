@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from clearhead.learn.evaluation.metrics import ClassCounts
 
-Cell = str | Sequence[str | tuple[str, str]]  # text, or pieces of it, each plain or with its style
+Cell = str | Sequence[str | tuple[str, str]]  # text, or parts of it, each plain or with its style
 Column = str | Callable[[Any], Cell]  # how an item is written in a column, such as "{.loss:.4f}"
 SHADES = " .:-=+*#%@"
 PARTS = ("embedding", "positions", "attention", "cross", "feedforward", "norms", "head", "total")

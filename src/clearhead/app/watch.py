@@ -39,13 +39,13 @@ def watch(folder: Path, port: int = 0) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked = urlsplit(self.path).path
+            route = urlsplit(self.path).path
             if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in NAMES:
                 self.send_error(403)
-            elif asked == "/":
+            elif route == "/":
                 page = resources.files("clearhead.app").joinpath(PAGE).read_bytes()
                 self.answer(page, "text/html; charset=utf-8")
-            elif asked == "/run":
+            elif route == "/run":
                 self.answer(json.dumps(state_of(folder)).encode(), "application/json")
             else:
                 self.send_error(404)

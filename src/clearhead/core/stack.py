@@ -199,11 +199,11 @@ class Stack(nn.Module):
     ) -> Tensor:
         """Map the inputs, described by `tokens`, to hidden states [B, T, D]."""
 
-        def places() -> Tensor | None:
+        def vectors() -> Tensor | None:
             return self.positions.embed(tokens.positions, self.dtype, tap.part("positions"))
 
         at = tap.part("embedding")
-        x = self.embedding(inputs.ids, inputs.types, places, inputs.mask, at, inputs.vectors)
+        x = self.embedding(inputs.ids, inputs.types, vectors, inputs.mask, at, inputs.vectors)
         if cache is not None:
             cache.begin(tokens)
         if self.previous is not None:

@@ -134,8 +134,8 @@ class Transformer(nn.Module):
             states, real = heads.pool(hidden, real, "last")[:, None], None
         if logits != "none":
             answer = tap("logits", self.head(states, real, tap.part("head")))
-        ahead = MTP["layers"].states(self, hidden, inputs, tokens, cache, tap) if mtp else ()
-        return Output(answer, hidden, memory.hidden if memory is not None else None, ahead)
+        drafts = MTP["layers"].states(self, hidden, inputs, tokens, cache, tap) if mtp else ()
+        return Output(answer, hidden, memory.hidden if memory is not None else None, drafts)
 
     def _encode(
         self, encoder: Stack, inputs: Inputs | None, cache: Cache | None, batch: int, tap: Tap

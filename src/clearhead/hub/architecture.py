@@ -126,7 +126,7 @@ class Architecture:
         return [f"{name} {getattr(config, name)!r}" for name in changed]
 
     def merge(self, config: ModelConfig, theirs: Json) -> ModelConfig:
-        """Return our config, as it stands beside a config.json, with what has changed there since.
+        """Return our config, as it stands next to a config.json, with what has changed there since.
 
         Other tools keep our section and change their own fields: a field that no longer says what we wrote
         is the file's, every other one ours.

@@ -444,10 +444,10 @@ TERMS = {"both": ["p2c", "c2p"], "c2p": ["c2p"], "p2c": ["p2c"]}
 # What each key must say, what it says where it is absent, and what is missing for anything else.
 NEEDED = (
     ("relative_attention", True, False, "positions without disentangled attention"),
-    ("position_biased_input", False, True, "a table of positions beside disentangled attention"),
+    ("position_biased_input", False, True, "a table of positions next to disentangled attention"),
     ("share_att_key", True, False, "projections of positions apart from those of tokens"),
 )
-CONVOLUTION = "a convolution beside the first layer"
+CONVOLUTION = "a convolution next to the first layer"
 
 
 def _read_distances(theirs: Json) -> Json:

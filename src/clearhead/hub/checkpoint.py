@@ -131,13 +131,15 @@ def _recognise(folder: Path, theirs: dict[str, Any]) -> dict[str, Any]:
         if stated not in (None, kind) or not architecture.names_all(entries):
             continue
         for name in architecture.classes:
-            guess = {**theirs, "model_type": kind, "architectures": [name]}
+            candidate = {**theirs, "model_type": kind, "architectures": [name]}
             try:
-                filled, _, _ = _fill(folder, Description(guess, architecture.read(guess), kind), entries)
-                readable.append((len(filled.carried), guess))
+                filled, _, _ = _fill(
+                    folder, Description(candidate, architecture.read(candidate), kind), entries
+                )
+                readable.append((len(filled.carried), candidate))
             except ClearheadError:
                 continue
-    if len({guess["model_type"] for _, guess in readable}) != 1:
+    if len({candidate["model_type"] for _, candidate in readable}) != 1:
         return theirs
     return min(readable, key=lambda each: each[0])[1]  # the class that leaves the fewest tensors aside
 

@@ -33,7 +33,7 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class ConfigPart:
-    """One piece of a config, both ways."""
+    """One entry of a config, both ways."""
 
     read: Callable[[Json], Json]  # config.json -> fields of ours
     write: Callable[[ModelConfig], Json]  # our config -> keys of theirs
@@ -226,7 +226,7 @@ def _read_whole_heads(config_json: Json) -> Json:
     return {}
 
 
-# For architectures that have no key for the width of a head, of which transformers heeds one in places.
+# For architectures that have no key for the width of a head, of which transformers heeds one in parts.
 WHOLE_HEADS = ConfigPart(_read_whole_heads, lambda config: {})
 
 

@@ -119,7 +119,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise CheckpointError(f"cannot write beside {target}: {error.strerror}") from None
+        raise CheckpointError(f"cannot write next to {target}: {error.strerror}") from None
     try:
         yield work
         new = sorted(path.relative_to(work) for path in work.rglob("*") if path.is_file())

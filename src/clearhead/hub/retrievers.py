@@ -84,8 +84,8 @@ class Splade:
 
     def compare(self, query: SparseVector, documents: Sequence[SparseVector]) -> list[float]:
         """Return how alike the query and each document are."""
-        asked = self.compared(query)
-        return [asked.dot(self.compared(document)) for document in documents]
+        query_vector = self.compared(query)
+        return [query_vector.dot(self.compared(document)) for document in documents]
 
 
 def read_splade(stated: Mapping[str, Any], named: Mapping[str, Any], folder: Path) -> Splade:
@@ -170,9 +170,9 @@ class LateInteraction:
         """Return how alike the query [Q, D] and each document [T, D] are; one without tokens scores 0."""
         if not documents:
             return []
-        products = torch.cat([*documents]) @ query.T  # tokens of all documents, Q
+        dots = torch.cat([*documents]) @ query.T  # tokens of all documents, Q
         share = max(1, len(query)) if self.mean else 1
-        parts = torch.split(products, [len(document) for document in documents])
+        parts = torch.split(dots, [len(document) for document in documents])
         return [float(part.amax(0).sum()) / share if len(part) else 0.0 for part in parts]
 
 

@@ -110,7 +110,7 @@ def _from_json(path: Path) -> Tokenizer:
     )
     stated.no_padding()
     stated.no_truncation()
-    with refusing(f"{path} and {SETTINGS} beside it make no tokenizer", CheckpointError):
+    with refusing(f"{path} and {SETTINGS} next to it make no tokenizer", CheckpointError):
         return _tried(from_json(path.parent, stated, read_settings(path.parent)))
 
 

@@ -30,7 +30,7 @@ from clearhead.hub.weights import Entry
 from clearhead.variants.images import ImageConfig
 from clearhead.variants.kinds import Blocks
 
-Place = Tower | str  # "text", "image", or "joint" for neither
+Owner = Tower | str  # "text", "image", or "joint" for neither
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class ImagesTable:
     write_joint: Callable[[ImageConfig], Json]  # further keys of config.json
     processor: Callable[[ImageConfig, str | None], Json]  # processor_config.json, given the image token
     rules: tuple[Rule, ...]
-    places: tuple[tuple[str, Place, str], ...]  # how names begin, whose tensor that is, and its own name
-    written: tuple[tuple[Place, str, str], ...]  # how own names begin, and how they do in the file
+    owners: tuple[tuple[str, Owner, str], ...]  # how names begin, whose tensor that is, and its own name
+    written: tuple[tuple[Owner, str, str], ...]  # how own names begin, and how they do in the file
     prompt: Callable[[int, int, int], str] | None = (
         None  # tokens of an image cut into rows x columns of tiles
     )
@@ -124,18 +124,18 @@ class ImagesTable:
         """Return the tensors of a file, under their own names, by where they belong; "joint" for neither."""
         found: dict[str, dict[str, Entry]] = {"text": {}, "image": {}, "joint": {}}
         for name, entry in entries.items():
-            for beginning, place, own in self.places:
+            for beginning, owner, own in self.owners:
                 if match := re.match(beginning, name):
-                    found[place][own + name[match.end() :]] = entry
+                    found[owner][own + name[match.end() :]] = entry
                     break
             else:
                 raise CheckpointError(f"{folder}: no rule of {self.model_type} reads the tensor {name}")
         return found
 
-    def name_in_file(self, place: Place, own: str) -> str:
+    def name_in_file(self, owner: Owner, own: str) -> str:
         """Return the name of a tensor in a file that we write."""
         prefixes = (
-            (start, new) for where, start, new in self.written if where == place and own.startswith(start)
+            (start, new) for where, start, new in self.written if where == owner and own.startswith(start)
         )
         start, new = next(prefixes, ("", ""))
         return new + own[len(start) :]
@@ -147,7 +147,7 @@ TOKEN, ALIAS = "image_token_index", "image_token_id"
 
 
 def image_token(theirs: Json, model: ModelConfig) -> int:
-    """Return the id of the token in whose places images stand."""
+    """Return the id of the token at whose positions images stand."""
     usual = {"llava": 32000, "qwen2_5_vl": 151655}.get(theirs.get("model_type", ""), 128257)
     token = theirs.get(ALIAS, theirs.get(TOKEN, usual))
     refuse_key(theirs.get(TOKEN, token) != token, TOKEN, theirs.get(TOKEN), f"and {ALIAS} is {token}")
@@ -220,7 +220,7 @@ LLAVA = ImagesTable(
     write_joint=_write_llava,
     processor=_llava_processor,
     rules=same({"multi_modal_projector.linear_{1,2}": "{up,down}"}),
-    places=(  # as they were written first, and as newer files have them
+    owners=(  # as they were written first, and as newer files have them
         (r"(model\.)?language_model\.(model\.)?(?=lm_head\.)|(?=lm_head\.)", "text", ""),
         (r"(model\.)?language_model\.(model\.)?", "text", "model."),
         (r"(model\.)?vision_tower\.(vision_model\.)?", "image", vision.PREFIXES["image"]),
@@ -281,7 +281,7 @@ IDEFICS3 = ImagesTable(
     write_joint=lambda config: {ALIAS: config.token_id, "scale_factor": config.shuffle},
     processor=lambda config, token: {"processor_class": "Idefics3Processor", "image_seq_len": config.count},
     rules=(Rule("connector.modality_projection.proj.weight", ("down.weight",)),),
-    places=(
+    owners=(
         (r"(?=lm_head\.)", "text", ""),
         (r"(model\.)?text_model\.", "text", "model."),
         (r"(model\.)?vision_model\.", "image", vision.PREFIXES["image"]),
@@ -451,7 +451,7 @@ QWEN2_5_VL = ImagesTable(
     write_joint=_write_joint,
     processor=lambda config, token: {"processor_class": "Qwen2_5_VLProcessor"},
     rules=same({"merger.mlp.{0,2}": "{up,down}"}),
-    places=(  # newer files, and those of the release
+    owners=(  # newer files, and those of the release
         (r"(?=lm_head\.)", "text", ""),
         (r"(model\.)?language_model\.", "text", "model."),
         (r"(model\.)?visual\.(?=merger\.mlp\.)", "joint", ""),

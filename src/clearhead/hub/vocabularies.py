@@ -305,7 +305,7 @@ def from_piece_file(path: Path, folder: Path, settings: Settings) -> tuple[Token
 def class_of(folder: Path, settings: Settings, beside_json: bool = False) -> str:
     """Return the tokenizer's class: "Bert", "Roberta", "T5", ...; empty where no file names it.
 
-    Beside a tokenizer.json, an empty class takes that file as it stands.
+    Next to a tokenizer.json, an empty class takes that file as it stands.
     """
     config = read_json_if_any(folder / "config.json")
     model_type = config.get("model_type")

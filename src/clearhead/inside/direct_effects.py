@@ -226,15 +226,15 @@ class Effects:
         least = max(float(sizes.topk(min(count, len(sizes))).values[-1]), TINY)
         chosen = []
         for part in self.parts:
-            places = (part.values.abs() >= least).nonzero()
-            if len(places):
-                vectors = self._vectors(part, places)
-                chosen += [self._candidate(part, tuple(p), v) for p, v in zip(places.tolist(), vectors)]
+            indices = (part.values.abs() >= least).nonzero()
+            if len(indices):
+                vectors = self._vectors(part, indices)
+                chosen += [self._candidate(part, tuple(p), v) for p, v in zip(indices.tolist(), vectors)]
         return chosen
 
-    def _vectors(self, part: Part, places: Tensor) -> Tensor:
+    def _vectors(self, part: Part, indices: Tensor) -> Tensor:
         """Return what nodes of one part add: [N, D]."""
-        first, last, units = places[:, 0], places[:, -1], part.units
+        first, last, units = indices[:, 0], indices[:, -1], part.units
         if part.kind == "head":
             return torch.einsum("ne,ned->nd", part.vectors[first, last], self.cut.weight_out(part.tap)[first])
         if units is not None and part.kind == units.name:
@@ -301,7 +301,7 @@ class Effects:
         rows, own = torch.arange(len(targets)), torch.full((len(targets),), -1)
         if targets[0] < len(some) and some[targets[0]].part.kind != "head":
             rows, own = torch.tensor(_packed([some[number] for number in targets])).T
-        by_slope, places = defaultdict[int, list[str]](list), torch.tensor(targets)
+        by_slope, indices = defaultdict[int, list[str]](list), torch.tensor(targets)
         for tap, slope in slopes.items():
             by_slope[slope.data_ptr()].append(tap)
         for taps in by_slope.values():
@@ -316,7 +316,7 @@ class Effects:
                 if reads.any():
                     vectors = torch.stack([some[number].vector for number in sources])
                     found = slope[rows[reads], position] @ vectors.T
-                    table[places[reads][:, None], torch.tensor(sources)] = found
+                    table[indices[reads][:, None], torch.tensor(sources)] = found
             if sums is not None:
                 added = torch.stack([self.added[tap] for tap in taps]).sum(0)
                 if int(own[0]) >= 0:

@@ -149,15 +149,15 @@ class EdgeGraph:
         known: dict[str, list[tuple[int, tuple[str, ...]]]] = {}  # the readers of a name, and what they feed
         for row, reader in enumerate(self.readers):
             known.setdefault(reader.name, []).append((row, reader.feeds))
-            for fed in reader.feeds if reader.name[-2:] in (".q", ".k", ".v") else ():
-                for name in {fed, f"{fed}{reader.name[-2:]}"} - {reader.name}:
-                    known.setdefault(name, []).append((row, (fed,)))
+            for feed in reader.feeds if reader.name[-2:] in (".q", ".k", ".v") else ():
+                for name in {feed, f"{feed}{reader.name[-2:]}"} - {reader.name}:
+                    known.setdefault(name, []).append((row, (feed,)))
         stops, current = list[Stop](), [self.writers.index(first)]
         for name in rest:
             refuse_unknown("reader", name, known)
             rows = [row for row, _ in known[name] if self.valid[row, current].any()]
             refuse(not rows, f"{name} does not read {self.writers[current[0]]}: name parts in their order")
-            stops.append(Stop(rows, [self.writers.index(fed) for fed in known[name][0][1]]))
+            stops.append(Stop(rows, [self.writers.index(feed) for feed in known[name][0][1]]))
             current = stops[-1].feeds
         return self.writers.index(first), stops
 
@@ -264,9 +264,9 @@ class CutStack(Stack):
             if block.cross is not None and given.cross_view is not None:
                 joins, cross = block.cross_residual, block.cross
                 keys = None if sources is None else sources.take(2 * cross.n_kv_heads)
-                asked = joins.norm_input(streams.take(cross.n_heads), SILENT)
+                queries = joins.norm_input(streams.take(cross.n_heads), SILENT)
                 streams.add(
-                    joins, *_attended(block, "cross", asked, keys, given.cross_view, given.cross_keys, own)
+                    joins, *_attended(block, "cross", queries, keys, given.cross_view, given.cross_keys, own)
                 )
             if expanded is None:
                 read = second.norm_input(streams.take(1)[:, 0], SILENT)

@@ -260,8 +260,8 @@ def sweep(
     settings = settings if isinstance(settings, Mapping) else list(settings)
     plan, name, rows = planned(data, recipe, None, settings)
     folder = (Path(out) if out is not None else Path("sweeps") / name.name).absolute()
-    asked = list(drawn(tried, method, trials, seed))
-    for one_of_each in asked[1:]:
+    proposals = list(drawn(tried, method, trials, seed))
+    for one_of_each in proposals[1:]:
         read_recipe(plan, one_of_each)  # refuses a key or a value that no recipe can have
     if rows is None:
         open_examples(plan.data)  # refuses files that no trial could read
@@ -274,13 +274,13 @@ def sweep(
         "recipe": plan.to_toml(), "vary": {key: str(tried) for key, tried in tried.items()},
         "method": method, "seed": seed,
     }  # fmt: skip
-    done = _opened(folder, facts, asked)
+    done = _opened(folder, facts, proposals)
     plan = with_rows(plan, rows, Job(folder, lambda event: None, ALONE))
     record = _Record(folder, facts, done, tell)
     running = [trial.number for trial in done]
     pool = _OnRay(_device(plan) == "cuda") if ray else ProcessPoolExecutor(workers, get_context("spawn"))
     with pool:
-        for share in rungs(method, len(asked)):
+        for share in rungs(method, len(proposals)):
             jobs = [(plan, folder, done[number], share) for number in running if not done[number].error]
             submitted = [pool.submit(advance, *job) for job in jobs if job[2].reached < share]
             for finished in as_completed(submitted):
@@ -359,7 +359,7 @@ def record_text(facts: Mapping[str, Any], trials: Sequence[Trial]) -> str:
     return json.dumps({**facts, "trials": [asdict(trial) for trial in trials]}, indent=1) + "\n"
 
 
-def _opened(folder: Path, facts: Mapping[str, Any], asked: Sequence[dict[str, Any]]) -> list[Trial]:
+def _opened(folder: Path, facts: Mapping[str, Any], proposals: Sequence[dict[str, Any]]) -> list[Trial]:
     """Return the trials with what an earlier call measured of them; refuse a folder of another sweep."""
     path, known = folder / RECORD, dict[str, Any]()
     if path.is_file():
@@ -379,7 +379,7 @@ def _opened(folder: Path, facts: Mapping[str, Any], asked: Sequence[dict[str, An
         )
     folder.mkdir(parents=True, exist_ok=True)
     before = [Trial(**trial) for trial in known.get("trials", ())]
-    trials = [Trial(number, settings) for number, settings in enumerate(asked)]
+    trials = [Trial(number, settings) for number, settings in enumerate(proposals)]
     for trial in before[: len(trials)]:
         trials[trial.number] = trial
     return trials
@@ -409,21 +409,21 @@ def draw_sweep(result: Sweep) -> plot.Figure:
     )
     for key, axes in zip(keys, grid[0]):
         tried, trials = result.vary[key], [trial for trial in result.ranked if key in trial.settings]
-        places = [trial.settings[key] for trial in trials]
+        xs = [trial.settings[key] for trial in trials]
         if isinstance(tried, Choices):
             axes.set_xticks(range(len(tried.values)), [str(value) for value in tried.values])
             axes.set_xlim(-0.5, len(tried.values) - 0.5)
-            places = [tried.values.index(value) for value in places]
+            xs = [tried.values.index(value) for value in xs]
         elif tried.logarithmic:
             axes.set_xscale("log")
             axes.set_xlim(tried.low / 1.2, tried.high * 1.2)
             axes.tick_params(axis="x", which="minor", labelbottom=False)
         values = [value_of(trial, result.metric) for trial in trials]
-        axes.scatter(places, values, color="C0", alpha=[0.25 + 0.75 * trial.reached for trial in trials])
+        axes.scatter(xs, values, color="C0", alpha=[0.25 + 0.75 * trial.reached for trial in trials])
         axes.axhline(value_of(result.trials[0], result.metric), color="0.6", linestyle="--")
         if result.best.number:
             best = trials.index(result.best)
-            axes.scatter(places[best], values[best], marker="*", s=160, color="C1", zorder=3)
+            axes.scatter(xs[best], values[best], marker="*", s=160, color="C1", zorder=3)
         plot.name(axes, "", key, result.metric if key == keys[0] else "")
     grid[0, 0].set_title("star: best; dashed: the recipe as it is", fontsize=8, loc="left")
     return figure

@@ -135,9 +135,9 @@ def batch_loss(
     """
     passed = batch.twice() if terms.r_drop and own_loss is None else batch
     config, arguments = model.config, arguments_for(model, passed)
-    ahead = {"mtp": True} if model.training and terms.mtp_weight else {}
+    drafted = {"mtp": True} if model.training and terms.mtp_weight else {}
     if own_loss is None and isinstance(model.head, heads.LanguageHead):
-        out = model(**arguments, logits="none", **ahead)
+        out = model(**arguments, logits="none", **drafted)
         hidden = out.hidden  # B T D
         chunk = default_chunk(config.vocab_size, hidden.device) if chunk is None else chunk
         wanted, compiled = model.main.own(batch.targets, IGNORE), _is_compiled(model)
@@ -166,9 +166,9 @@ def batch_loss(
     if model.training and balance:
         # Multiply by the targets, because these losses are part of the mean.
         if config.router_correction:
-            _level(model, passed, total, bool(ahead))
+            _level(model, passed, total, bool(drafted))
         elif config.n_experts:
-            loss = loss + balance * batch.n_shared * _balance(model, passed, total, bool(ahead))
+            loss = loss + balance * batch.n_shared * _balance(model, passed, total, bool(drafted))
         if config.depth_capacity != 1:
             loss = loss + balance * batch.n_shared * routing.router_loss(model, total)
     return loss, batch.n_targets
@@ -279,10 +279,10 @@ def later_targets(targets: Tensor, documents: Tensor | None, count: int) -> Tens
         return targets
     ids = torch.zeros_like(targets) if documents is None else documents
     shifted = [targets]
-    for ahead in range(1, min(count + 1, targets.shape[1])):
-        same = ids[:, ahead:] == ids[:, :-ahead]
-        later = targets[:, ahead:].where(same, IGNORE)
-        shifted.append(nnf.pad(later, (0, ahead), value=IGNORE))
+    for offset in range(1, min(count + 1, targets.shape[1])):
+        same = ids[:, offset:] == ids[:, :-offset]
+        later = targets[:, offset:].where(same, IGNORE)
+        shifted.append(nnf.pad(later, (0, offset), value=IGNORE))
     shifted += [torch.full_like(targets, IGNORE)] * (count + 1 - len(shifted))
     return torch.stack(shifted, -1)
 

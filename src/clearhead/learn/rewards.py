@@ -228,13 +228,13 @@ def unit_tests(value: str | None) -> Reward:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, errors="replace",
             )  # fmt: skip
             try:
-                said, _ = process.communicate(sent, timeout=2 * SECONDS)
+                output, _ = process.communicate(sent, timeout=2 * SECONDS)
             except subprocess.TimeoutExpired:
                 return False
             finally:
                 process.kill()
                 process.wait()
-        return process.returncode == 0 and said.endswith(done)
+        return process.returncode == 0 and output.endswith(done)
 
     return passes
 

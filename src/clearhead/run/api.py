@@ -110,9 +110,11 @@ class Model(Bundle):
                 layers; the distribution is the same.
             options: further fields of `Request`: temperature (default 0: greedy), top_k, num_beams, stop, ...
         """
-        asked = {"max_new_tokens": max_new_tokens, "num_return": num_return, **options}
+        request = {"max_new_tokens": max_new_tokens, "num_return": num_return, **options}
         single, prompts = as_prompts(prompt)
-        return best_of_each(generate(self, prompts, asked, Hooks(on_text, cancel, draft)), num_return, single)
+        return best_of_each(
+            generate(self, prompts, request, Hooks(on_text, cancel, draft)), num_return, single
+        )
 
     @overload
     def translate(  # type: ignore[overload-overlap]
@@ -170,9 +172,9 @@ class Model(Bundle):
         replaces the beams.
         """
         own = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "length_penalty": length_penalty}
-        asked = {**own, "num_return": num_return, **options}
+        request = {**own, "num_return": num_return, **options}
         single, prompts = as_prompts(text)
-        made = generation.translate(self, prompts, asked, Hooks(on_text, cancel, draft))
+        made = generation.translate(self, prompts, request, Hooks(on_text, cancel, draft))
         return best_of_each(made, num_return, single)
 
     def chat(
@@ -261,8 +263,8 @@ class Model(Bundle):
 
         Labels of spans are types, such as PER for B-PER I-PER, in every scheme: IO, IOB, IOE, IOBES, BILOU.
 
-        A word is what the tokenizer splits a text into before it looks for pieces; its tag is that of its
-        first piece. Long texts are read in overlapping windows.
+        A word is what the tokenizer splits a text into before it looks for subwords; its tag is that of its
+        first subword. Long texts are read in overlapping windows.
         """
         single = isinstance(text, str) or (len(text) > 0 and isinstance(text[0], str))
         texts: Any = [text] if single else text

@@ -119,10 +119,10 @@ class Engine:
         exact = on_cpu and library() is not None and not quantized_parts(self.model)
         return self.runner() if exact else self.model
 
-    def steps_for(self, runner: Transformer, asked: bool | None) -> Steps | None:
+    def steps_for(self, runner: Transformer, compiled: bool | None) -> Steps | None:
         """Return the compiled steps of the inference model, where they are asked for or may pay."""
         on_gpu = next(runner.parameters()).is_cuda
-        if runner is self.model or not (on_gpu if asked is None else asked):
+        if runner is self.model or not (on_gpu if compiled is None else compiled):
             return None
         if self.steps is None or self.steps.model is not runner:
             self.steps = Steps(runner)

@@ -26,7 +26,7 @@ class ImageConfig:
 
     tower: ModelConfig  # without a head; reads patches
     width: int  # D
-    token_id: int  # of the token in whose places the vectors of an image stand
+    token_id: int  # of the token at whose positions the vectors of an image stand
     # Whose states are joined: 0 the embedding, 1 after the first block, -1 the last; (): the tower's output.
     layers: tuple[int, ...] = (-2,)
     skip_first: bool = True  # leave out the first state of an image, as a class token
@@ -217,12 +217,12 @@ def prompt_axes(ids: Sequence[int], token_id: int, grids: Sequence[tuple[int, in
 
 def placed(front: nn.Module, ids: Tensor, token_id: int, vectors: Tensor) -> Tensor:
     """Return the embedding of ids [B, T] with `vectors` [M, N, D] where the token of images stands."""
-    places = ids == token_id
+    is_image = ids == token_id
     rows = vectors.flatten(0, 1)
     refuse(
-        int(places.sum()) != len(rows),
-        f"ids have {int(places.sum())} image tokens and the images {len(rows)} vectors: give as many",
+        int(is_image.sum()) != len(rows),
+        f"ids have {int(is_image.sum())} image tokens and the images {len(rows)} vectors: give as many",
     )
     embedded = cast(Tensor, front(ids)).clone()
-    embedded[places] = rows.to(embedded.dtype)
+    embedded[is_image] = rows.to(embedded.dtype)
     return embedded

@@ -35,7 +35,7 @@ OTHER_WAYS = {
         ("labels", "targets", "target"), "a call gives logits, and the loss is cross_entropy of them"
     ),
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "use ch.record, or ch.run_with_cache"),
-    "inputs_embeds": "give them as vectors, next to the ids whose places they take",
+    "inputs_embeds": "give them as vectors, next to the ids whose positions they take",
     "return_dict": "a call gives a ch.Output in any case",
     "return_type": "a call gives a ch.Output in any case",
 }

@@ -15,7 +15,7 @@ With an indexer (DeepSeek-V3.2), each query attends to the keys that score best 
     score = Σ_h g_h · relu(q_h · k) / sqrt(I · H')
     q made of the latent of queries, k = layernorm(W_i x), g = W_g x
 
-The keys k are cached beside the shared columns. The others are masked; where there are no
+The keys k are cached next to the shared columns. The others are masked; where there are no
 more keys than that, this is full attention. The indexer has no gradient: training leaves it as it is.
 
 Shapes: B batch, T query length, S key length, D model, H heads, E head width, Ev width of a value head,
@@ -87,11 +87,11 @@ class LatentAttention(Attention):
             turned = positions.rotate(turned, view.rotary, self.layout)
             q = tap.step("q_rotated", torch.cat([own, turned], -1))
             k = tap.step("k_rotated", positions.rotate(k, view.rotary, self.layout))
-        asked = x
+        indexed = x
         if self.top:
-            asked, key = self.index(x, low, view)
+            indexed, key = self.index(x, low, view)
             k = torch.cat([k, key], -1)  # B 1 T R+I
-        z = view.attended(self.attend, tap("q", q), k, latent, layer_kv, tap, asked)  # B H T Ev
+        z = view.attended(self.attend, tap("q", q), k, latent, layer_kv, tap, indexed)  # B H T Ev
         return self.output(z, x, tap)
 
     @torch.no_grad()
@@ -106,12 +106,12 @@ class LatentAttention(Attention):
         return torch.cat([q.transpose(1, 2).flatten(2), self.index_weights(x)], -1), k
 
     @torch.no_grad()
-    def chosen(self, asked: Tensor, keys: Tensor, view: masks.View) -> masks.View:
+    def chosen(self, indexed: Tensor, keys: Tensor, view: masks.View) -> masks.View:
         """Return the view in which each query sees the keys [B, 1, S, I] that score best for it alone."""
-        T, (S, width) = asked.shape[1], keys.shape[2:]
+        T, (S, width) = indexed.shape[1], keys.shape[2:]
         if self.top >= S:
             return view
-        q, weights = asked[..., : -self.index_heads], asked[..., -self.index_heads :]
+        q, weights = indexed[..., : -self.index_heads], indexed[..., -self.index_heads :]
         q = q.reshape(*q.shape[:2], self.index_heads, -1).transpose(1, 2)
         each = (q.float() @ keys.float().mT * width**-0.5).relu()  # B H' T S
         weights = weights.float() * self.index_heads**-0.5

@@ -1,9 +1,9 @@
 """Multi-token prediction, as in DeepSeek-V3 (arXiv 2412.19437): layers for tokens after the next one.
 
 Layer k reads the state that layer k - 1 gave the head (the model's own state for k = 1) and the embedding of
-the token k places later. One block makes of them a state from which the model's own head predicts the token
-k + 1 places later. Training adds their cross-entropy; generation takes their tokens as drafts, or leaves the
-layers out.
+the token k positions later. One block makes of them a state from which the model's own head predicts the
+token k + 1 positions later. Training adds their cross-entropy; generation takes their tokens as drafts, or
+leaves the layers out.
 
 Shapes: B batch, T length, D model.
 """

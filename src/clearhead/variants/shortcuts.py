@@ -1,5 +1,5 @@
 """Shortcuts: what a layer reads of earlier ones, besides the stream that the layer before it left; and what a
-token reads of the one before it, ahead of the first layer.
+token reads of the one before it, before the first layer.
 
     input_skips         x becomes a·x + b·x0, where x0 is what the first layer read (a, b learned: 1, 0)
     mirror_skips        in the second half, x becomes x + w·y, where y is what the mirrored layer left

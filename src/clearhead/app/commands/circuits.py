@@ -229,11 +229,11 @@ def _path_lines(patched: PathPatch) -> Iterator[str]:
 def _circuit_tables(found: Circuit) -> Iterator[Any]:
     """Show the strongest edges, and how much of the answer edges carry."""
     pair, more = found.prompts[0], len(found.prompts) - 1
-    said = "all answers" if pair.answer is None else f'"{pair.answer}"'
-    said += "" if pair.wrong is None else f', not "{pair.wrong}"'
-    said += f", and {more} more pairs" if more else ""
+    answers = "all answers" if pair.answer is None else f'"{pair.answer}"'
+    answers += "" if pair.wrong is None else f', not "{pair.wrong}"'
+    answers += f", and {more} more pairs" if more else ""
     shown = found.edges[:LISTED]
-    title = f"{len(found.edges):,} of {found.n_edges:,} edges, by {found.method}: {said}"
+    title = f"{len(found.edges):,} of {found.n_edges:,} edges, by {found.method}: {answers}"
     yield table(
         title,
         ("from", "to", f">{found.metric} lost without it"),

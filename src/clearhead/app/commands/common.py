@@ -340,12 +340,12 @@ def show_result(
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = max(console.width, width)
     for part in parts:
-        pieces = [part]
+        lines = [part]
         if isinstance(part, Table):  # rich would break title and caption at the width of the table
-            pieces = [piece for piece in (part.title, part, part.caption) if piece is not None]
+            lines = [line for line in (part.title, part, part.caption) if line is not None]
             part.title = part.caption = None
-        for piece in pieces:
-            console.print(piece, soft_wrap=isinstance(piece, str))
+        for line in lines:
+            console.print(line, soft_wrap=isinstance(line, str))
 
 
 @contextmanager

@@ -432,7 +432,7 @@ def neuron_list(listed: list[Neuron]) -> Table:
         figures = [f"{name} {value:.0%}" for name, value in shares.items() if value is not None]
         about = "\n".join([memory.name, *figures, f"highest {memory.activation:.2f}"])
         promoted = "\n".join(name for name, _ in memory.promoted[:SHOWN])
-        contexts = [piece for context in memory.contexts[:SHOWN] for piece in ("\n", *_context(context))]
+        contexts = [span for context in memory.contexts[:SHOWN] for span in ("\n", *_context(context))]
         rows += [(about, promoted, contexts[1:]), ()]
     return table(
         f"what fires {listed[0].kind}s, and what they promote", (listed[0].kind, "promotes", "fired by"), rows

@@ -41,7 +41,7 @@ LISTED = 12  # of the likeliest choices, before and after
 NEURONS = 8  # that are listed
 FIRST_GROUP = 4  # parts that are tried before any other is shown
 GROUP_TOKENS = 1536  # of the parts that are tried in one go
-FIRED = 3  # places that are shown of each
+FIRED = 3  # contexts that are shown of each
 WRITTEN = 24  # tokens of a steered text
 GRAPH_NODES = 40
 GRAPH_EDGES = 150
@@ -394,7 +394,7 @@ def denoising(run: PageRun, tokens: int = 16, steps: int = 8) -> dict[str, Any]:
     return {"start": len(texts[0]), "tokens": tokens, "steps": named}
 
 
-EXAMPLES = 3  # places that are shown of each feature
+EXAMPLES = 3  # contexts that are shown of each feature
 PROMOTED = 6
 
 

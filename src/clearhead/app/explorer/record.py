@@ -227,11 +227,11 @@ def _views_of(run: PageRun, about: dict[str, Any], opened: "Selected", share: in
 def _graph(run: PageRun, here: str, query: str) -> dict[str, Any]:
     """Return the graph of an answer, and the tests of the edges that the page shows first."""
     views: dict[str, Any] = {}
-    asked = {name: int(value) for name, value in parse_qsl(query)}
+    options = {name: int(value) for name, value in parse_qsl(query)}
     with suppress(ClearheadError):  # a model whose attention or feed-forwards a graph does not take
         body = page_view(run, f"graph?{query}")
         views[f"{here}/graph?{query}"] = body
-        for edge in edge_tests(run, body["edges"][:GRAPH_TESTED], **asked):
+        for edge in edge_tests(run, body["edges"][:GRAPH_TESTED], **options):
             path = f"edge/{edge['source']}/{edge['target']}/{edge['kind']}"
             views[f"{here}/{path}?{query}"] = finite(edge)
     return views
@@ -352,12 +352,14 @@ def _paths(run: PageRun, kinds: list[str], about: dict[str, Any], opened: Select
         kinds = ["contributions", "occlusion", *(["neurons"] if share == 1 else [])]
         paths += [f"{kind}?{query}" for kind in kinds for query in queries]
         paths += [f"map?position={place}" for place in dict.fromkeys([opened.position, about["position"]])]
-        places = [opened.position] if share == 1 else []
-        paths += [f"reads/{layer}/{place}" for place in places for layer in range(run.m.config.main.n_layers)]
+        readers = [opened.position] if share == 1 else []
+        paths += [
+            f"reads/{layer}/{place}" for place in readers for layer in range(run.m.config.main.n_layers)
+        ]
         read = len((about["source"] or about["tokens"])["labels"])
         rows = len(single_parts(run.m.config)) * max(read, len(about["tokens"]["labels"]))
-        asked = opened.query.partition("&against=")[0]
-        paths += [f"story?{query}" for query in dict.fromkeys([asked, begins])]
+        query = opened.query.partition("&against=")[0]
+        paths += [f"story?{query}" for query in dict.fromkeys([query, begins])]
         if rows < BATCH_TOKENS:
             paths += [
                 f"effects/zero?{query}" for query in dict.fromkeys([f"position={opened.column}", begins])

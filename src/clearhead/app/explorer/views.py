@@ -194,7 +194,7 @@ def tokens_view(m: Model, tokens: InputTokens | None) -> dict[str, Any] | None:
 
 
 def _alone(name: str) -> PageRun:
-    raise InputError(f'there is no second run "{name[:20]}" beside this one')
+    raise InputError(f'there is no second run "{name[:20]}" next to this one')
 
 
 @dataclass(frozen=True)
@@ -534,9 +534,9 @@ def _stops_of(prepared: Prepared, seen: Recording, head: AttentionHead, reader: 
     if f"{head.part}.scores" in seen:
         masked = seen[f"{head.part}.scores"][0, head.number, place].float()
         query = seen[f"{head.part}.q"][0, head.number, place].float()
-        product = of_group("k", len(shares)) @ query
-        scaled, cap = product * attention.scale, attention.softcap
-        numbers["q·k"] = "scores", product
+        dots = of_group("k", len(shares)) @ query
+        scaled, cap = dots * attention.scale, attention.softcap
+        numbers["q·k"] = "scores", dots
         numbers["scale"] = (
             ("scaled", scaled) if cap is None else ("softcapped", cap * torch.tanh(scaled / cap))
         )

@@ -298,12 +298,12 @@ COLOURS = {
 def draw_graph(found: Graph) -> Figure:
     """Draw nodes as dots by influence, edges by value: blue adds, red takes; dashed: by keys and queries."""
     used, rows = _columns(found), list(dict.fromkeys(map(_graph_row, found.nodes)))
-    places, middles = _places(found, used, rows)
+    xy, middles = _points(found, used, rows)
     figure = canvas.new(max(6.0, 0.75 * middles[-1] + 3.0), max(4.0, 0.75 * len(rows) + 1.5))
     axes = figure.subplots()
     most = max((edge.influence for edge in found.edges), default=1.0) or 1.0
     for edge in reversed(found.edges):
-        (x0, y0), (x1, y1) = places[edge.source], places[edge.target]
+        (x0, y0), (x1, y1) = xy[edge.source], xy[edge.target]
         share = edge.influence / most
         axes.annotate(
             "", (x1, y1), (x0, y0), arrowprops={
@@ -314,7 +314,7 @@ def draw_graph(found: Graph) -> Figure:
             },
         )  # fmt: skip
     for node in found.nodes:
-        x, y = places[node.id]
+        x, y = xy[node.id]
         size = 20 + 120 * min(node.influence, 1.0) ** 0.5
         axes.scatter([x], [y], s=size, color=COLOURS[node.kind], zorder=3)
         name = node.label if node.kind == "logit" else node.id.partition("@")[0]
@@ -347,7 +347,7 @@ def _graph_row(node: Node) -> tuple[str, int | None, bool]:
     return node.stack, node.layer, node.kind in FEEDFORWARD
 
 
-def _places(
+def _points(
     found: Graph, columns: list[tuple[str, int | None]], rows: list[tuple[str, int | None, bool]]
 ) -> tuple[dict[str, tuple[float, float]], list[float]]:
     """Return where each node is drawn, and the middle of each token's column, as wide as its fullest row."""
@@ -359,12 +359,12 @@ def _places(
         for column in range(len(columns))
     ]
     middles = [sum(wide[:column]) + size / 2 + 0.5 * column for column, size in enumerate(wide)]
-    places = {
+    xy = {
         node.id: (middles[column] + number - (len(nodes) - 1) / 2, row + 0.15 * (number % 3))
         for (column, row), nodes in together.items()
         for number, node in enumerate(nodes)
     }
-    return places, middles
+    return xy, middles
 
 
 RAREST = 1e-6  # of held-out tokens: features that are never active stand there

@@ -310,7 +310,7 @@ class StackSpec(StackFields):
 
     @property
     def recalls(self) -> bool:
-        """Whether a token reads the one before it ahead of the first layer."""
+        """Whether a token reads the one before it in front of the first layer."""
         return bool(self.smear_gate or self.bigrams)
 
     @property

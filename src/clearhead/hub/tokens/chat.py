@@ -291,7 +291,7 @@ class Turn(NamedTuple):
 
     first: int
     last: int  # the one after the last
-    said: int  # where the content ends, and what ends the turn begins
+    content_end: int  # where the content ends, and what ends the turn begins
 
 
 Spans = list[Turn]
@@ -348,10 +348,10 @@ class ChatTemplate:
             )
             content = _text(checked[place]).strip()
             at = text.find(content or text[start:], start)
-            said = at + len(content) if at >= 0 else start
+            content_end = at + len(content) if at >= 0 else start
             if checked[place].get("tool_calls"):  # special tokens may stand before and between the calls
-                said = len(text)
-            texts[place] = text, Turn(start, len(text), said)
+                content_end = len(text)
+            texts[place] = text, Turn(start, len(text), content_end)
         whole = self._rendered(checked, False, tools)
         if all(whole.startswith(text) for text, _ in texts.values()):
             return [(whole, [span for _, span in texts.values()])] if texts else []
@@ -410,14 +410,14 @@ class ChatTemplate:
     @functools.cached_property
     def _arguments_as_text(self) -> bool:
         """Whether the template takes the arguments of a call as JSON text, as DeepSeek's do."""
-        asked = [{"role": "user", "content": "hi"}]
+        question = [{"role": "user", "content": "hi"}]
         for as_text in (False, True):
             arguments = '{"a": 1}' if as_text else {"a": 1}
             function = {"name": "f", "arguments": arguments}
             call = {"id": "abcdefgh1", "type": "function", "function": function}
             with suppress(InputError):
                 self._rendered(
-                    [*asked, {"role": ASSISTANT, "content": "", "tool_calls": [call]}], False, None
+                    [*question, {"role": ASSISTANT, "content": "", "tool_calls": [call]}], False, None
                 )
                 return as_text
         return False
@@ -472,7 +472,7 @@ class ChatTemplate:
 
 
 def answers(messages: Sequence[Message]) -> list[int]:
-    """Return the places of the assistant's messages that answer something and are not empty."""
+    """Return the numbers of the assistant's messages that answer something and are not empty."""
     first = next(
         (n for n, message in enumerate(messages) if message.get("role") not in LEADING), len(messages)
     )

@@ -413,13 +413,13 @@ def _tail(render: Render, count: int, short: bool) -> str:
     """Return what a template writes of an answer with so many calls."""
     ids = [f"{'a' * 8}{n}" if short else f"call_{'a' * 23}{n}" for n in range(count)]
     calls = [ToolCall(name, PROBE_NAME, json.dumps(PROBE_ARGUMENTS)).entry for name in ids]
-    asked: list[Message] = [{"role": "user", "content": "hi"}]
+    question: list[Message] = [{"role": "user", "content": "hi"}]
     tools = [Tool(PROBE_NAME, "probe", {"type": "object", "properties": {}}).entry]
-    prompt = render(asked, True, tools)
-    whole = render([*asked, {"role": "assistant", "content": "", "tool_calls": calls}], False, tools)
+    prompt = render(question, True, tools)
+    whole = render([*question, {"role": "assistant", "content": "", "tool_calls": calls}], False, tools)
     start = len(_common(prompt, whole))
     if start < len(prompt):  # the prompt says more than the answer repeats, as where it begins to think
-        start = len(_common(render(asked, False, tools), whole))
+        start = len(_common(render(question, False, tools), whole))
     return whole[start:]
 
 

@@ -464,8 +464,8 @@ def reference_images(m: Model) -> list[Comparison]:
 
     def tokens() -> float:
         ours, theirs, ids, pixels = both()
-        asked = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        expected = theirs.generate(**given(ids, pixels), **asked)[0, len(ids) :]
+        options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        expected = theirs.generate(**given(ids, pixels), **options)[0, len(ids) :]
         rows = decode(
             ours.model,
             Request(max_new_tokens=NEW_TOKENS),

@@ -336,15 +336,15 @@ class TokenStore:
 
     def _scores(self, queries: Sequence[Vectors]) -> Vectors:
         """Return the score of each passage for each query."""
-        asked = torch.from_numpy(np.concatenate(queries))  # tokens of all queries, D
+        tokens = torch.from_numpy(np.concatenate(queries))  # tokens of all queries, D
         firsts = np.cumsum([0, *map(len, queries[:-1])])
         scores = np.zeros((len(queries), len(self.ends) - 1), np.float32)
-        for first, last in self._blocks(SCORES // len(asked)):
+        for first, last in self._blocks(SCORES // len(tokens)):
             begin, ends = self.ends[first], self.ends[first : last + 1]
             filled = np.flatnonzero(np.diff(ends))
             if len(filled):
-                products = torch.from_numpy(self.vectors[begin : ends[-1]]).float() @ asked.T
-                maxima = np.maximum.reduceat(products.numpy(), (ends - begin)[filled], axis=0)
+                dots = torch.from_numpy(self.vectors[begin : ends[-1]]).float() @ tokens.T
+                maxima = np.maximum.reduceat(dots.numpy(), (ends - begin)[filled], axis=0)
                 scores[:, first + filled] = np.add.reduceat(maxima, firsts, axis=1).T
         return scores
 

@@ -57,7 +57,7 @@ class Machine(Result):
 def measure_machine(device: torch.device, dtype: torch.dtype, weights: float = math.inf) -> Machine:
     """Time how a matrix, as large as so many bytes of weights, is read, and a matmul of two matrices.
 
-    It is read by a product with a vector in PyTorch, by a sum, and on a CPU by our own product: libraries
+    It is read by a matmul with a vector in PyTorch, by a sum, and on a CPU by our own matmul: libraries
     reach half of what the memory gives on some processors, and the limit is what any of them reaches.
     """
     kind = device.type if device.type in READ else "cpu"

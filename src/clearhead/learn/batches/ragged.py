@@ -172,7 +172,7 @@ def _longest(rows: Rows) -> int:
 
 
 def by_length(lengths: Sequence[int], fits: Callable[[int, int], bool]) -> list[list[int]]:
-    """Group the places of rows of like length, shortest first.
+    """Group the numbers of rows of like length, shortest first.
 
     `fits(rows, longest)` says whether so many rows, the longest of this length, may share a batch.
     """
@@ -186,7 +186,7 @@ def by_length(lengths: Sequence[int], fits: Callable[[int, int], bool]) -> list[
 
 
 def for_device(lengths: Sequence[int], batch_size: int | None, device: torch.device) -> list[list[int]]:
-    """Group the places of rows as a device reads them fastest, `batch_size` together at most.
+    """Group the numbers of rows as a device reads them fastest, `batch_size` together at most.
 
     None: `ROWS` on a CPU; elsewhere as many as have `DEVICE_TOGETHER` tokens, so that the host, which hands
     over each operation, does not keep the device waiting.

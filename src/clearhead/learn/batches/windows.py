@@ -264,8 +264,8 @@ def corrupt_spans(rows: Ints, noise: int, sentinels: Ints, random: np.random.Gen
 
     In the source a sentinel replaces each span; in the target each sentinel is followed by its span. `noise`
     tokens of each row are taken out, in as many spans as there are `sentinels`, so all rows keep one length.
-    Between two spans at least one token stays. Lengths and places of the spans are uniform over all ways to
-    choose them.
+    Between two spans at least one token stays. Lengths and positions of the spans are uniform over all ways
+    to choose them.
     """
     (n, length), spans = rows.shape, len(sentinels)
     cut = _parts(n, noise, spans, random)  # B spans

@@ -44,7 +44,7 @@ class TagColumns(NamedTuple):
     universal: bool  # CoNLL-U
     words: int
     tags: int
-    guess: str  # which columns these are, with an example of each
+    note: str  # which columns these are, with an example of each
 
     def skips(self, line: str, row: list[str], first: bool) -> bool:
         """Return True for comments, document separators and lines of CoNLL-U that hold no word.

@@ -180,8 +180,8 @@ def _digits() -> Pictures:
             "the corpus digits needs scikit-learn: pip install 'clearhead[train]'"
         ) from None
     pixels = np.rint(digits.images[..., None] * (255 / 16)).astype(np.uint8)  # N H W C; given from 0 to 16
-    places = [f"digit {number}" for number in range(len(pixels))]
-    return Pictures(pixels, list(map(str, digits.target)), places)
+    sources = [f"digit {number}" for number in range(len(pixels))]
+    return Pictures(pixels, list(map(str, digits.target)), sources)
 
 
 CORPORA: dict[str, Embedded] = {

@@ -122,7 +122,7 @@ def _guessed(layout: Layout) -> Iterator[None]:
         if layout.tags is None:
             raise
         way_out = """--set data.columns='{words = "1", tags = "2"}'"""
-        raise InputError(f"{error} ({layout.tags.guess}; if that is wrong, {way_out})") from None
+        raise InputError(f"{error} ({layout.tags.note}; if that is wrong, {way_out})") from None
 
 
 def _corpus(row_type: RowType, sides: Sides, fingerprint: str, notes: Sequence[str]) -> Corpus:
@@ -338,7 +338,7 @@ def _picture_sides(
     else:
         notes += _shared(train.keys(), validation.keys())
     known = sort_names(train.names)
-    _check_known(known, zip(validation.places, validation.names), "label")
+    _check_known(known, zip(validation.sources, validation.names), "label")
     sides = _numbered(train, known), _numbered(validation, known)
     size, other = (" x ".join(map(str, part.shape)) for part in sides)
     refuse(

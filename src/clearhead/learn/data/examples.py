@@ -286,7 +286,7 @@ class Corpus:
     validation: Rows
     labels: tuple[str, ...]  # names of the classes or tags, sorted (tags: O first); () where there are none
     fingerprint: str  # hash of the content and of everything in the plan that changes the examples
-    notes: tuple[str, ...]  # one sentence for each guess
+    notes: tuple[str, ...]  # one sentence for each choice
     size: int  # bytes of the training text; 0 for images
 
 

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple, cast
 from clearhead.errors import InputError, nearest, refuse
 
 BLOCK = 1 << 20  # bytes read at a time
-HEAD = 1 << 16  # bytes looked at to guess what a file holds
+HEAD = 1 << 16  # bytes looked at to tell what a file holds
 # Byte order marks, the longest first: UTF-32 in one order begins as UTF-16 does.
 MARKS = (
     (codecs.BOM_UTF32_LE, "utf-32"),

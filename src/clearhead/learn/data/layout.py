@@ -259,7 +259,7 @@ def lay_out(
     wanted: RowType | None,
     validation: Sequence[Path] = (),
 ) -> tuple[Layout, list[str]]:
-    """Decide how files are read -> the layout, and a note for each guess, also about `validation` files."""
+    """Decide how files are read -> the layout, and a note for each choice, also about `validation` files."""
     notes, format = list(source.notes), source.format
     first = next((path for path in source.files if not blank(path, how.encoding)), source.files[0])
     if format in _FIXED:
@@ -269,7 +269,7 @@ def lay_out(
         if unused:
             notes.append(f"data.columns is not used for {', '.join(unused)}, as the format is {format}")
         tags = conll.tag_columns(first, plan.columns, how.encoding) if row is Tagged else None
-        notes += [tags.guess] if tags else []
+        notes += [tags.note] if tags else []
         return Layout(format, row, roles, tags=tags, how=how), notes
     table = format in ("tsv", "csv")
     rows = _sample(first, format, SAMPLE, how.encoding) if table else []

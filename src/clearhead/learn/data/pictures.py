@@ -32,15 +32,15 @@ class Pictures(NamedTuple):
 
     pixels: NDArray[np.uint8] | list[Path]  # N H W C; or the files, of pictures that a model prepares itself
     names: list[str]
-    places: list[str]  # where each came from, for messages
+    sources: list[str]  # where each came from, for messages
     cropped: bool = False  # whether they were brought to one size
 
     def take(self, chosen: Sequence[int] | NDArray[np.int64]) -> Self:
         """Return the pictures with these numbers."""
-        names, places = ([every[i] for i in chosen] for every in (self.names, self.places))
+        names, sources = ([every[i] for i in chosen] for every in (self.names, self.sources))
         own = self.pixels
         pixels = [own[i] for i in chosen] if isinstance(own, list) else own[np.asarray(chosen, np.int64)]
-        return self._replace(pixels=pixels, names=names, places=places)
+        return self._replace(pixels=pixels, names=names, sources=sources)
 
     def keys(self) -> list[int]:
         """Return a number for each picture that depends on its content alone."""
@@ -325,13 +325,13 @@ def _pictures(
     chosen = spaced(len(pixels), limit)
     if len(chosen) < len(pixels):
         pixels, labels = pixels[chosen], labels[chosen]
-    places = [f"{whose}, number {number}" for number in chosen]
+    sources = [f"{whose}, number {number}" for number in chosen]
     names = [
         name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in labels.tolist()
     ]
-    for place, name in zip(places, names):
+    for place, name in zip(sources, names):
         refuse(not name, f"{place} is empty: it must name the class of a picture")
-    return Pictures(np.ascontiguousarray(_as_bytes(pixels, where)), names, places)
+    return Pictures(np.ascontiguousarray(_as_bytes(pixels, where)), names, sources)
 
 
 def _as_bytes(pixels: NDArray[Any], where: str) -> NDArray[np.uint8]:

@@ -106,7 +106,7 @@ def _of_texts(train: Any, rows: Any, labels: Sequence[str]) -> tuple[str, int, A
 
     counted = [words([row.text for row in train])]
     counted += [words([row.pair or "." for row in train])] if any(row.pair for row in train) else []
-    known, asked = (
+    known, held_out = (
         hstack(
             [
                 words.transform([text or "" for text in texts])
@@ -118,7 +118,7 @@ def _of_texts(train: Any, rows: Any, labels: Sequence[str]) -> tuple[str, int, A
     targets: NDArray[Any] = np.array(right_answers(train, labels))
     numeric = not train[0].NAMED
     columns = [
-        (Ridge().fit if numeric else _classifier)(known, column).predict(asked) for column in targets.T
+        (Ridge().fit if numeric else _classifier)(known, column).predict(held_out) for column in targets.T
     ]
     name = "ridge" if numeric else "logistic"
     return f"{name} regression on TF-IDF of words and word pairs", len(train), np.stack(columns, 1).tolist()

@@ -308,9 +308,9 @@ def _baseline(judged: Judged, task: Task, corpus: Corpus, metrics: Mapping[str, 
         if task.name == "lm":
             with tempfile.TemporaryDirectory() as folder:
                 known = np.array(encoded_for(loaded, task, trained, "train", (), folder)["ids"])
-                asked = np.array(encoded_for(loaded, task, corpus, "validation", (), folder)["ids"])
+                held_out = np.array(encoded_for(loaded, task, corpus, "validation", (), folder)["ids"])
             memory = sum(weight.nbytes for weight in loaded.model.parameters())
-            return ngram_baseline(known, asked, loaded.config.vocab_size, memory, metrics)
+            return ngram_baseline(known, held_out, loaded.config.vocab_size, memory, metrics)
         names: Sequence[str] = loaded.class_names
         rows = cast(Any, corpus.validation)
         if task.head == "tagger":  # tags that the model does not have count as missed
@@ -413,7 +413,7 @@ def redrawing(
 
 
 def examples(rows: Sequence[Example]) -> tuple[dict[tuple[str, ...], int], list[list[str]]]:
-    """Return the distinct questions with their places, and all right answers to each."""
+    """Return the distinct questions with their numbers, and all right answers to each."""
     references: dict[tuple[str, ...], dict[str, None]] = {}
     for row in rows:
         references.setdefault(row.asked(), {})[row.answered()] = None

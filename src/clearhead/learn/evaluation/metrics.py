@@ -95,7 +95,9 @@ class Metric:
 
 def each(row: Callable[[Any, Any], Sequence[float]]) -> Callable[[Values, Values], Counts]:
     """Return the `counts` of a metric whose numbers are found for each example by itself."""
-    return lambda predicted, wanted: np.array([row(guess, truth) for guess, truth in zip(predicted, wanted)])
+    return lambda predicted, wanted: np.array(
+        [row(prediction, truth) for prediction, truth in zip(predicted, wanted)]
+    )
 
 
 def interval_of(
@@ -159,13 +161,13 @@ def perplexity(loss: float, count: int = 1) -> float:
 # Classes ----------------------------------------------------------------------------------------------------
 
 
-accuracy_counts = each(lambda guess, truth: (guess == truth, 1))  # whether it is right, and 1
+accuracy_counts = each(lambda prediction, truth: (prediction == truth, 1))  # whether it is right, and 1
 
 
 def class_numbers(predicted: Sequence[Hashable], wanted: Sequence[Hashable]) -> Counts:
     """Return of each example the number of the predicted and of the wanted class."""
     number = {name: place for place, name in enumerate(dict.fromkeys([*predicted, *wanted]))}
-    return np.array([(number[guess], number[truth]) for guess, truth in zip(predicted, wanted)])
+    return np.array([(number[prediction], number[truth]) for prediction, truth in zip(predicted, wanted)])
 
 
 def class_totals(numbers: Counts, times: Counts) -> Counts:
@@ -194,22 +196,22 @@ def span_counts(predicted: Sequence[Sequence[str]], wanted: Sequence[Sequence[st
     return each(functools.partial(hit_spans, tagging))(predicted, wanted)
 
 
-def hit_spans(tagging: Tagging, guess: Sequence[str], truth: Sequence[str]) -> tuple[int, int, int]:
+def hit_spans(tagging: Tagging, prediction: Sequence[str], truth: Sequence[str]) -> tuple[int, int, int]:
     """Return of a sentence how many spans are hit, predicted and wanted."""
     refuse(
-        len(guess) != len(truth),
-        f"a sentence has {len(guess)} tags and {len(truth)} are wanted: give one per word on both sides",
+        len(prediction) != len(truth),
+        f"a sentence has {len(prediction)} tags and {len(truth)} are wanted: give one per word on both sides",
     )
-    predicted, wanted = tagging.spans(guess), tagging.spans(truth)
+    predicted, wanted = tagging.spans(prediction), tagging.spans(truth)
     return len(predicted & wanted), len(predicted), len(wanted)
 
 
 # Texts ------------------------------------------------------------------------------------------------------
 
 
-def exact_match(guess: str, references: str | Sequence[str]) -> tuple[bool, int]:
+def exact_match(prediction: str, references: str | Sequence[str]) -> tuple[bool, int]:
     """Return whether a text is one of its references, spaces at the ends aside, and 1."""
-    return guess.strip() in [reference.strip() for reference in _several(references)], 1
+    return prediction.strip() in [reference.strip() for reference in _several(references)], 1
 
 
 def edit_distance(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
@@ -230,23 +232,26 @@ def error_rate_of(sums: Counts) -> float:
     return float(sums[0] / max(sums[1], 1))
 
 
-def errors(guess: Sequence[Hashable], references: Sequence[Sequence[Hashable]]) -> tuple[int, int]:
+def errors(prediction: Sequence[Hashable], references: Sequence[Sequence[Hashable]]) -> tuple[int, int]:
     """Return the edits to the nearest of an example's references, and the length of that reference."""
-    tried = [(edit_distance(guess, reference), len(reference)) for reference in references]
+    tried = [(edit_distance(prediction, reference), len(reference)) for reference in references]
     return min(tried, key=lambda pair: pair[0] / max(pair[1], 1))
 
 
-def word_errors(guess: str, references: str | Sequence[str]) -> tuple[int, int]:
+def word_errors(prediction: str, references: str | Sequence[str]) -> tuple[int, int]:
     """Return `errors` of a text; words are what stands between spaces."""
-    return errors(guess.split(), [reference.split() for reference in _several(references)])
+    return errors(prediction.split(), [reference.split() for reference in _several(references)])
 
 
-def answer_match(guess: str, references: str | Sequence[str]) -> tuple[bool, float, int]:
+def answer_match(prediction: str, references: str | Sequence[str]) -> tuple[bool, float, int]:
     """Return of an answer, as SQuAD scores it: whether it is right, F1 over its words, and 1.
 
     The best reference counts. Case, punctuation and English articles are ignored.
     """
-    words, truths = _answer_words(guess), [_answer_words(reference) for reference in _several(references)]
+    words, truths = (
+        _answer_words(prediction),
+        [_answer_words(reference) for reference in _several(references)],
+    )
     return words in truths, max(_overlap(words, truth) for truth in truths), 1
 
 
@@ -255,10 +260,10 @@ def _answer_words(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()
 
 
-def _overlap(guess: Sequence[str], truth: Sequence[str]) -> float:
+def _overlap(prediction: Sequence[str], truth: Sequence[str]) -> float:
     """Return F1 over words; where one text is empty, whether both are."""
-    common = sum((Counter(guess) & Counter(truth)).values())
-    return 2 * common / (len(guess) + len(truth)) if guess and truth else float(guess == truth)
+    common = sum((Counter(prediction) & Counter(truth)).values())
+    return 2 * common / (len(prediction) + len(truth)) if prediction and truth else float(prediction == truth)
 
 
 def _several(references: str | Sequence[str]) -> list[str]:
@@ -348,7 +353,9 @@ METRICS: dict[str, Metric] = {
     "accuracy": Metric(accuracy_counts),
     "macro_f1": Metric(class_numbers, macro_f1_of, class_totals),
     # Of tags, with the words of a sentence: sentences are drawn, not words.
-    "word_accuracy": Metric(each(lambda guess, truth: (sum(map(operator.eq, guess, truth)), len(truth)))),
+    "word_accuracy": Metric(
+        each(lambda prediction, truth: (sum(map(operator.eq, prediction, truth)), len(truth)))
+    ),
     "span_f1": Metric(span_counts, lambda sums: ratio_of(np.array([2 * sums[0], sums[1] + sums[2]]))),
     "span_precision": Metric(span_counts, lambda sums: ratio_of(sums[[0, 1]])),
     "span_recall": Metric(span_counts, lambda sums: ratio_of(sums[[0, 2]])),

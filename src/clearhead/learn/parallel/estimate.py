@@ -42,7 +42,7 @@ class Device:
     inside: float = 32e9  # bytes per second to the other devices of the node, one way
     node: int = 8  # devices of a node
     peak_float8: float = 0.0  # FLOP/s in float8; 0: it has none
-    products: float = 0.5  # share of the peak that matmuls reach
+    matmul_share: float = 0.5  # share of the peak that matmuls reach
     float8: float = 0.5  # share of the float8 peak that they reach
     attention: float = 0.25  # share of the peak that fused attention reaches, of what it computes
     measured: bool = False  # the shares come from a run on this device
@@ -57,7 +57,7 @@ DEVICES = {
         Device("h100 pcie", 756e12, 80e9, 2.0e12, 64e9, peak_float8=1513e12),
         Device("h100", 989e12, 80e9, 3.35e12, 450e9, 8, 1979e12, 0.49, 0.44, 0.19, measured=True),
         Device("mi300x", 1307e12, 192e9, 5.3e12, 448e9, peak_float8=2614e12),
-        Device("a100", 312e12, 80e9, 2.0e12, 300e9, products=0.6, attention=0.55, measured=True),
+        Device("a100", 312e12, 80e9, 2.0e12, 300e9, matmul_share=0.6, attention=0.55, measured=True),
         Device("l40s", 362e12, 48e9, 0.864e12, peak_float8=733e12),
         Device("l4", 121e12, 24e9, 0.3e12, peak_float8=242e12),
         Device("a10", 125e12, 24e9, 0.6e12),
@@ -346,7 +346,7 @@ def _adapted_memory(stage: PipelineStage, work: Work, adapters: Adapters, rows: 
 def _compute(stage: PipelineStage, work: Work, cluster: Cluster, mesh: MeshSizes) -> tuple[float, float]:
     """Return the seconds of a micro-batch on one device, and those of attention among them."""
     device, total, full = cluster.device, stage.total, work.checkpointing == "full"
-    rate = device.peak * device.products
+    rate = device.peak * device.matmul_share
     fast = rate
     if work.precision == "float32":
         rate = fast = rate / 2  # matmuls in TF32

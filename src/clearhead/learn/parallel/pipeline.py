@@ -407,11 +407,11 @@ def schedule_1f1b(world: World, cuts: Sequence[int], grouped: bool = False) -> I
     forward. `grouped`: all micro-batches of a batch go forward before the first one goes backward.
     """
     count, later = sum(cuts), world.extent("pipeline") - world.place("pipeline") - 1
-    ahead = min(count, later + (max(cuts) - 1 if grouped else 0))
-    yield from ((True, number) for number in range(ahead))
+    warmup = min(count, later + (max(cuts) - 1 if grouped else 0))
+    yield from ((True, number) for number in range(warmup))
     for number in range(count):
-        if number + ahead < count:
-            yield True, number + ahead
+        if number + warmup < count:
+            yield True, number + warmup
         yield False, number
 
 

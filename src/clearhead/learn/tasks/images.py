@@ -1,4 +1,4 @@
-"""Prompts with images: their tokens, their pixels, and the vectors that the model reads in their places."""
+"""Prompts with images: their tokens, their pixels, and the vectors the model reads at their positions."""
 
 import base64
 import binascii
@@ -68,16 +68,16 @@ def spread(m: Bundle, ids: Sequence[int], images: Sequence[Any]) -> list[list[in
     token = m.image_encoder.config.token_id
     grids = [grid_of(m, image) for image in images]
     takes = [m.image_encoder.config.takes(grid) for grid in grids]
-    places = [place for place, each in enumerate(ids) if each == token]
-    whole = len(places) == sum(takes)
+    seen = [place for place, each in enumerate(ids) if each == token]
+    whole = len(seen) == sum(takes)
     refuse(
-        not whole and len(places) != len(images),
-        f"the prompt has the image token (id {token}) {len(places)} times, for {len(images)} images: give it "
+        not whole and len(seen) != len(images),
+        f"the prompt has the image token (id {token}) {len(seen)} times, for {len(images)} images: give it "
         f"once for each image, or {' + '.join(map(str, takes)) or 0} times",
     )
-    if whole and len(places) != len(images):
+    if whole and len(seen) != len(images):
         return single
-    for place, grid in zip(places, grids):
+    for place, grid in zip(seen, grids):
         tokens = _tokens_of(m, grid)
         start = place - tokens.index(token)
         if list(ids[max(0, start) : start + len(tokens)]) != tokens:  # else all is there

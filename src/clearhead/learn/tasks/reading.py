@@ -77,7 +77,7 @@ def outputs_of(
     logits: str,
     seen: Sequence[int] | None = None,
 ) -> Iterator[tuple[list[int], Output, Tensor]]:
-    """Run the model on rows of like length: yield the places of a batch, the output and the mask [B, T].
+    """Run the model on rows of like length: yield the numbers of a batch, the output and the mask [B, T].
 
     `seen`: how many tokens of each row, the first ones, may be attended to; None: all.
     """

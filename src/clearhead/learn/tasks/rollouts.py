@@ -91,12 +91,12 @@ class ToolUse:
         """Return the first turn of an answer."""
         return turn_of(self.m, messages, {}, {}, ToolChoice(self.tools))
 
-    def follow(self, asked: Sequence[Any], turn: ChatTurn, answer: Answer, room: int) -> None:
+    def follow(self, messages: Sequence[Any], turn: ChatTurn, answer: Answer, room: int) -> None:
         """Add the results of what the last turn of an answer calls, where there are turns left and room."""
         if answer.tokens[-1] != self.end or len(answer.starts) + 1 >= self.most:
             return
-        said = self.read(turn, answer)
-        if not said.calls:
+        reply = self.read(turn, answer)
+        if not reply.calls:
             return
         results = [
             {
@@ -105,11 +105,11 @@ class ToolUse:
                 "name": call.name,
                 "content": self.call(call.name, call.arguments),
             }
-            for call in said.calls
+            for call in reply.calls
         ]
-        added = self.after([*asked, *answer.turns, said.message], results)
+        added = self.after([*messages, *answer.turns, reply.message], results)
         if len(answer.tokens) + len(added) < room:
-            answer.turns += [said.message, *results]
+            answer.turns += [reply.message, *results]
             answer.add(added, False)
             answer.starts.append(len(answer.tokens))
 
@@ -380,10 +380,10 @@ class Rollouts(FixedRows):
             columns = {**row.columns, "turns": answer.turns} if self.tools else row.columns
             each = {name: reward(name, own, text, columns) for name, own in self.task.rewards.items()}
             total = sum(weight * value for weight, value in zip(self.task.weights, each.values()))
-            asked = " ".join(row.asked())
+            prompt = " ".join(row.asked())
             lines.append(
                 {
-                    "prompt": asked,
+                    "prompt": prompt,
                     "answer": text,
                     "reward": total,
                     "rewards": each,

@@ -231,24 +231,24 @@ def prompt_ids(m: Bundle, text: str | None) -> list[int]:
 class Transcriber:
     """A model, and how it is asked to write down sounds, each of them window by window."""
 
-    def __init__(self, m: Bundle, asked: SpeechRequest, cancel: Callable[[], bool] | None = None) -> None:
+    def __init__(self, m: Bundle, speech: SpeechRequest, cancel: Callable[[], bool] | None = None) -> None:
         """Check what is asked; `cancel` is asked after each token, and ends a window when it is True."""
-        self.m, self.asked, self.cancel, self.voice = m, asked, cancel, voice_of(m)
-        self.fallback = asked.fallback(m.generation)
-        task = asked.task
+        self.m, self.speech, self.cancel, self.voice = m, speech, cancel, voice_of(m)
+        self.fallback = speech.fallback(m.generation)
+        task = speech.task
         refuse(task not in TASKS, f'task "{task}" is not known: choose {" or ".join(TASKS)}')
         refuse(
             task != "transcribe" and task not in self.voice.tasks,
             f'task "{task}" with a model of English alone: it writes down what it hears, so leave task out',
         )
         refuse(
-            asked.timestamps and self.voice.no_times is None,
+            speech.timestamps and self.voice.no_times is None,
             f"this model has no tokens for times ({NO_TIMES} is not in its vocabulary): leave timestamps and "
             "--format out",
         )
-        self.language = language_id(self.voice, asked.language)
-        self.before = prompt_ids(m, asked.prompt)
-        self.heads, self.width = (alignment_heads(m), median_width(m)) if asked.words else ([], 1)
+        self.language = language_id(self.voice, speech.language)
+        self.before = prompt_ids(m, speech.prompt)
+        self.heads, self.width = (alignment_heads(m), median_width(m)) if speech.words else ([], 1)
 
     def hear(self, sound: Sound, rate: int | None = None) -> Hearing:
         """Return a sound as frames, of its file or of samples."""
@@ -263,7 +263,7 @@ class Transcriber:
         )
         sounding = min(-(-len(samples) // voice.sound.hop_length), len(frames))
         seconds = len(samples) / voice.sound.sampling_rate
-        return Hearing(frames, seconds, sounding, times=self.asked.timestamps or long)
+        return Hearing(frames, seconds, sounding, times=self.speech.timestamps or long)
 
     @torch.inference_mode()
     def tell_languages(self, heard: list[Hearing]) -> None:
@@ -309,13 +309,13 @@ class Transcriber:
                 *(m.model, runner, m.engine.steps_for(runner, None), request, ends, prompts, begun, silence),
                 begin=len(self.before),
             )
-            readings = read_windows(batch, self.fallback, self.asked.measured)
+            readings = read_windows(batch, self.fallback, self.speech.measured)
             for number, (sound, (row, judged)) in enumerate(zip(heard, readings)):
                 spoken: list[float] = []
                 unheard = None
-                if row is not None and self.asked.words:
+                if row is not None and self.speech.words:
                     spoken, unheard = self._spoken(sound, batch, number, row)
-                elif row is not None and self.asked.measured:
+                elif row is not None and self.speech.measured:
                     unheard = batch.no_speech(number)
                 if judged is not None and judged.no_speech is None:
                     judged = replace(judged, no_speech=unheard)
@@ -323,7 +323,7 @@ class Transcriber:
 
     def begin(self, heard: Hearing) -> list[int]:
         """Return what the transcript of each window of a sound begins with."""
-        return [*self.before, *self.voice.begin(heard.language, self.asked.task, heard.times)]
+        return [*self.before, *self.voice.begin(heard.language, self.speech.task, heard.times)]
 
     def written(self, heard: Hearing) -> Transcription:
         """Return what was written of a sound so far."""
@@ -340,7 +340,7 @@ class Transcriber:
         ]
         text, language = self.text_of(heard.ids).strip(), self._code(heard)
         seconds, windows = round(heard.seconds, 3), tuple(heard.windows)
-        words = tuple(self._words(heard)) if self.asked.words else ()
+        words = tuple(self._words(heard)) if self.speech.words else ()
         return Transcription(text, segments, language, heard.ids, seconds, windows, words)
 
     def _code(self, heard: Hearing) -> str | None:
@@ -363,7 +363,7 @@ class Transcriber:
     def _words(self, heard: Hearing) -> Iterator[SpokenWord]:
         """Yield the words of a sound: each begins where the token before it has ended."""
         before = 0.0
-        language = "en" if self.asked.task == "translate" else self._code(heard)
+        language = "en" if self.speech.task == "translate" else self._code(heard)
         for stretch in heard.stretches:
             begins = [before, *stretch.spoken]
             kept = [number for number, token in enumerate(stretch.ids) if self._is_text(token)]
@@ -384,13 +384,13 @@ class Transcriber:
 
     def request(self, times: bool, begun: int) -> tuple[Request, Ends]:
         """Return how the tokens of a window are chosen, and what ends it."""
-        m, asked, voice = self.m, self.asked, self.voice
+        m, speech, voice = self.m, self.speech, self.voice
         positions = m.config.max_positions
         stated = m.generation.get("max_length")
         room = min(positions, stated + begun) - begun if type(stated) is int else positions - begun
         refuse(room < 1, f"the model has {positions} positions and a transcript begins with {begun} tokens")
-        most = room if asked.max_new_tokens is None else min(room, asked.max_new_tokens)
-        options: dict[str, Any] = {"max_new_tokens": most, "seed": asked.seed}
+        most = room if speech.max_new_tokens is None else min(room, speech.max_new_tokens)
+        options: dict[str, Any] = {"max_new_tokens": most, "seed": speech.seed}
         stops = frozenset(token for token in m.stops if token < m.config.vocab_size)
         rule = None
         if times and voice.no_times is not None:

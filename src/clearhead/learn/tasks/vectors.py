@@ -117,9 +117,9 @@ def _sparse(
         pooled = [torch.zeros(width, device=mask.device)] * len(numbers)  # B V
         states, owners, step = output.hidden[mask], mask.nonzero()[:, 0], max(1, LOGITS // width)
         for part, own in zip(torch.split(states, step), torch.split(owners, step)):  # of all rows' tokens
-            places, counts = torch.unique_consecutive(own, return_counts=True)
+            which, counts = torch.unique_consecutive(own, return_counts=True)
             logits = torch.split(head(part[None], None)[0], counts.tolist())
-            for place, its in zip(places.tolist(), logits):
+            for place, its in zip(which.tolist(), logits):
                 pooled[place] = splade.pool(its, pooled[place])
         vectors |= {place: splade.vector(row.cpu()) for place, row in zip(numbers, pooled)}
     return [vectors[place] for place in range(len(rows))]
@@ -174,11 +174,14 @@ def rerank(
     if reads_pairs(m):
         results = classify(m, [(query, text) for text in texts], batch_size)
         return ranked([result.probability for result in results], texts, top)
-    asked, answering = sides(m)
-    if asked == answering:
+    query_prompt, text_prompt = sides(m)
+    if query_prompt == text_prompt:
         first, *others = embed(m, [query, *texts], batch_size)
     else:
-        (first,), others = embed(m, [query], batch_size, asked), embed(m, texts, batch_size, answering)
+        (first,), others = (
+            embed(m, [query], batch_size, query_prompt),
+            embed(m, texts, batch_size, text_prompt),
+        )
     return ranked(compare(m, first, others), texts, top)
 
 

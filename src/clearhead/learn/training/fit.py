@@ -62,7 +62,7 @@ FLAT = {"model.positions": "rope", "model.zero_init": True, "model.init": "bert"
 UNSPACED = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 PATTERN = rf"[{UNSPACED}]|[\w&&[^{UNSPACED}]]+|[^\w\s]"
 WORDS = {"tokens.kind": "word", "tokens.pattern": PATTERN, "tokens.lowercase": True}
-PIECES = {"tokens.vocab_size": 16_384, "tokens.lowercase": True}  # most words are one token
+SUBWORDS = {"tokens.vocab_size": 16_384, "tokens.lowercase": True}  # most words are one token
 PAIRS = {"model.bigrams": 65_536}  # vectors of pairs of tokens: "not good" is no sum of its words
 DIVIDING = ("shard", "tensor", "pipeline", "context", "expert")  # sizes of a mesh that divide a model
 BAG = {**encoder(**FLAT), **WORDS}
@@ -93,7 +93,7 @@ POINTS: Mapping[str, Sequence[Point]] = {
     "classify": (
         Point(90, 64, 1, 0.3, 100, 2e-3, 32, more={**BAG, HIDDEN: 0.3, **SMOOTH}, checks=1),
         Point(1_800, 64, 1, 0.3, 500, 5e-4, 64, more={**BAG, HIDDEN: 0.5}),
-        Point(18_000, 64, 1, 0.3, 2000, 2e-3, 64, more={**encoder(**FLAT), **PIECES, **PAIRS}),
+        Point(18_000, 64, 1, 0.3, 2000, 2e-3, 64, more={**encoder(**FLAT), **SUBWORDS, **PAIRS}),
     ),
     "regress": (Point(1_350, 64, 2, 0.0, 400, 2e-3, 32, more=encoder(**{"train.standardise": True})),),
     "tag": (Point(720, 128, 2, 0.3, 500, 2e-3, 32, more=TAGS, behind=True),),

@@ -265,15 +265,15 @@ def command_to_try(task: Task, example: Any, model: Model, folder: Path) -> str:
     command = task.command.format(folder=quote(str(folder)))
     if task.tokens is None:
         return _PLACE.sub(lambda match: _picture(example, folder) or match[0], command)
-    asked: tuple[str, ...] = example.asked()
+    inputs: tuple[str, ...] = example.asked()
     verb = command.split()[0]
-    texts = [_shown(text, LETTERS.get(verb, USUAL)) for text in asked or example.texts()]
+    texts = [_shown(text, LETTERS.get(verb, USUAL)) for text in inputs or example.texts()]
     if verb == "fill" and model.tokenizer is not None:
         mask = model.tokenizer.id_to_token(model.special["mask"])
         texts = [" ".join([*texts[0].split(" ")[:-1], str(mask)])]
     if not all(texts):
         return command
-    arguments = (" " if asked else " --pair ").join(map(quote, texts))
+    arguments = (" " if inputs else " --pair ").join(map(quote, texts))
     if verb == "generate" and model.max_length < SHORT:  # the usual number of new tokens does not fit
         arguments += f" --max-new-tokens {model.max_length // 3}"
     return _PLACE.sub(lambda match: arguments, command)

@@ -68,8 +68,8 @@ def learn(run: TrainingRun, on_event: OnEvent, stop: Callable[[], bool]) -> Reas
         optim.set_lr(run.optimizer, run.lr(step))
         with run.world.waiting(f"the gradients of step {step}"):
             total = stepper.gradients(work)
-        ahead = step < run.steps and not run.task.sampled
-        upcoming = run.batches(step + 1) if ahead else None  # prepared while the device works
+        prefetched = step < run.steps and not run.task.sampled
+        upcoming = run.batches(step + 1) if prefetched else None  # prepared while the device works
         meter.settle()  # on a GPU: reads the step before, while the device works on this one
         read = stepper.update(total, work.targets)
         run.task.after_step(model)

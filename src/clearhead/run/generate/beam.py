@@ -253,9 +253,9 @@ def _collect(
     """Keep those of each row's first M candidates that end here; where all rows end (`ending`), all."""
     first = Candidates(*(x[:, : searches[0].request.group_size] for x in group))
     over = (first.totals > REMOVED) & (first.ended | (ending is not None))
-    places = over.nonzero().tolist()
-    totals, origins, tokens, ended = (x.tolist() for x in first) if places else ([], [], [], [])
-    for row, place in places:
+    overflowing = over.nonzero().tolist()
+    totals, origins, tokens, ended = (x.tolist() for x in first) if overflowing else ([], [], [], [])
+    for row, place in overflowing:
         ids, search = written[row, origins[row][place]].tolist(), searches[row]
         last, reason = ([], "eos") if ended[row][place] else ([tokens[row][place]], str(ending))
         search.add(Hypothesis(search.score(totals[row][place], length), ids + last, reason))

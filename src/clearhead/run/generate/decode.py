@@ -137,7 +137,7 @@ class GrowingRows:
         return logits
 
     def keep(self, index: Tensor) -> None:
-        """Go on with some of the rows, by their places among those that run [B]."""
+        """Go on with some of the rows, by their positions among those that run [B]."""
         self.cache.reorder(index)
 
     def _read(self, texts: list[list[int]], prompts: Prompts, rows: list[Sequence]) -> Tensor:

@@ -58,7 +58,7 @@ MESSAGES = 4  # of gpt-oss before the last one of an answer, at most
 VALUES = ("const", "enum")  # of a schema, which are no schemas
 REMARKS = ("default", "examples", "title", "description", "$comment")  # that no answer is held to
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # schemas by name
-BESIDE = ("allOf", "anyOf", "oneOf")  # schemas of the same value
+COMBINED = ("allOf", "anyOf", "oneOf")  # schemas of the same value
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 100_000,
@@ -258,7 +258,7 @@ def _check_exclusive(bounds: list[tuple[str, float]]) -> None:
             near = next((other for _, other in bounds if 0 < (other - bound) * inwards < 1), None)
             refuse(
                 near is not None,
-                f"{name} {bound} of the schema cannot be kept beside the bound {near}: "
+                f"{name} {bound} of the schema cannot be kept with the bound {near}: "
                 "give one that is not exclusive",
             )
 
@@ -271,7 +271,7 @@ def _bounds(schema: Any, root: Any, seen: set[int]) -> Iterator[tuple[str, float
     for name, value in schema.items():
         if name in (*LOWER, *UPPER) and type(value) in (int, float):
             yield name, value
-        for inner in value if name in BESIDE and isinstance(value, list) else ():
+        for inner in value if name in COMBINED and isinstance(value, list) else ():
             yield from _bounds(inner, root, seen)
     place, reference = root, schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):

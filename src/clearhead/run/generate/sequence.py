@@ -156,8 +156,8 @@ class History:
     ) -> None:
         self.options = options
         self.length = 0  # new tokens counted
-        self.present = torch.zeros(vocabulary, dtype=torch.bool, device=device)  # V: in the prompt or said
-        self.counts = torch.zeros(vocabulary, device=device)  # V: how often said
+        self.present = torch.zeros(vocabulary, dtype=torch.bool, device=device)  # V: in prompt or answer
+        self.counts = torch.zeros(vocabulary, device=device)  # V: how often in the answer
         # What must not come after some tokens: tables of the row itself, of its source, of the request.
         n = options.no_repeat_ngram
         self.after: dict[tuple[int, ...], set[int]] = {}

@@ -191,7 +191,7 @@ def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
         found.push(token, {})
     found.finish()
     special = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
-    return [piece.text or special.get(piece.id, "") for piece in found.tokens]
+    return [token.text or special.get(token.id, "") for token in found.tokens]
 
 
 def agreed(one: Sequence[object], other: Sequence[object]) -> int:

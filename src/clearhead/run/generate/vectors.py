@@ -1,9 +1,9 @@
-"""Vectors in a prompt: those of its images, in the places of tokens.
+"""Vectors in a prompt: those of its images, at the positions of tokens.
 
 They belong to one prompt and travel with it: ids alone never lead to them. What takes up the cache of an
 earlier prompt compares `keys`, in which a digest of its pixels, which is no token id, stands for an image.
 
-Shapes: B rows, T tokens, N places, D model.
+Shapes: B rows, T tokens, N image tokens, D model.
 """
 
 import hashlib
@@ -22,9 +22,9 @@ from clearhead.core.transformer import Transformer
 class PromptVectors:
     """The vectors of one prompt, and where they stand in it."""
 
-    places: Tensor  # N: positions in the prompt, ascending
+    positions: Tensor  # N: positions in the prompt, ascending
     vectors: Tensor  # N D
-    keys: tuple[int, ...]  # the prompt, with a digest at each of these places
+    keys: tuple[int, ...]  # the prompt, with a digest at each of these
     axes: Tensor | None = None  # T A: position of each token on each axis, of images of any size
 
     @staticmethod
@@ -36,12 +36,12 @@ class PromptVectors:
         axes: Tensor | None = None,
     ) -> "PromptVectors":
         """Put the vectors [N, D] of images with pixels [C, H, W] where `token_id` stands in ids."""
-        places = [place for place, token in enumerate(ids) if token == token_id]
+        positions = [place for place, token in enumerate(ids) if token == token_id]
         keys, vectors = list(ids), list(vectors)
         digests = [[digest(image)] * len(own) for image, own in zip(pixels, vectors)]
-        for place, key in zip(places, itertools.chain(*digests)):
+        for place, key in zip(positions, itertools.chain(*digests)):
             keys[place] = key
-        return PromptVectors(torch.tensor(places), torch.cat(vectors), tuple(keys), axes)
+        return PromptVectors(torch.tensor(positions), torch.cat(vectors), tuple(keys), axes)
 
     def axes_at(self, start: int, stop: int) -> Tensor | None:
         """Return positions on each axis of tokens `start` to `stop`, past the prompt as of text: [N, A]."""
@@ -52,8 +52,8 @@ class PromptVectors:
         return torch.cat([self.axes[start:stop], after[:, None].expand(-1, width)])
 
     def holds(self, start: int, stop: int) -> bool:
-        """Return whether one of the places is among positions `start` to `stop`."""
-        return bool(((self.places >= start) & (self.places < stop)).any())
+        """Return whether one of them is among positions `start` to `stop`."""
+        return bool(((self.positions >= start) & (self.positions < stop)).any())
 
 
 def digest(pixels: Tensor) -> int:
@@ -81,8 +81,8 @@ def embedded(model: Transformer, ids: Tensor, spans: Iterable[Span]) -> Tensor |
     x = cast(Tensor, model.main.embedding.front(ids)).clone()
     for own, start, stop, at, row in spans:
         assert own is not None
-        chosen = (own.places >= start) & (own.places < stop)
-        columns = (own.places[chosen] - start + at).to(x.device)
+        chosen = (own.positions >= start) & (own.positions < stop)
+        columns = (own.positions[chosen] - start + at).to(x.device)
         x[row, columns] = own.vectors[chosen.to(own.vectors.device)].to(x)
     return x
 

@@ -55,7 +55,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * (LARGEST / largest)).to(FLOAT8).contiguous(), largest / LARGEST
 
 
-def product(x: Tensor, y: Tensor) -> Tensor:
+def scaled_matmul(x: Tensor, y: Tensor) -> Tensor:
     """Multiply x [M, D] in float8 by y [N, D] transposed: -> [M, N] in bfloat16."""
     (x, by_row), (y, by_column) = scaled(x), scaled(y)
     with torch.autocast(x.device.type, enabled=False):  # which would round what a CPU multiplies
@@ -84,7 +84,7 @@ class _Float8Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x.to(torch.bfloat16), weight)
         ctx.dtype = x.dtype
-        return product(x, weight)
+        return scaled_matmul(x, weight)
 
     @staticmethod
     @once_differentiable
@@ -93,7 +93,7 @@ class _Float8Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x, for_weight = ctx.needs_input_grad
         return (
-            product(upstream, weight.t()).to(ctx.dtype) if for_x else None,
+            scaled_matmul(upstream, weight.t()).to(ctx.dtype) if for_x else None,
             (upstream.t() @ x).to(weight.dtype) if for_weight else None,
         )
 

@@ -24,7 +24,7 @@ from clearhead.run.quant.grid import Codes
 
 MOST_ROWS = 2  # rows for which our matmul, with norm and gate in the same kernel, beats all others
 MOST_TOGETHER = 32  # rows for which our matmul on matrix units, in bfloat16, beats the library's
-MOST_BYTES = 4  # rows for which products of bytes beat matrix units, for quantized weights
+MOST_BYTES = 4  # rows for which int8 matmuls beat matrix units, for quantized weights
 MOST_FEW = 64  # rows for which codes are made numbers within the matmul
 PLAIN = MatmulConfig()
 
@@ -256,12 +256,12 @@ def paged_attend(
         from clearhead.run.kernels import triton_attend
 
         return triton_attend.paged_attend(qkv, keys, values, table, place, size, reach, form)
-    places = torch.arange(table.shape[1] * size, device=table.device)[None]  # 1 M·size
+    columns = torch.arange(table.shape[1] * size, device=table.device)[None]  # 1 M·size
     slots = (table[:, :, None] * size + torch.arange(size, device=table.device)).flatten(1)  # B M·size
     k, v = (x[0][:, slots].transpose(0, 1) for x in (keys, values))  # B K M·size E
-    seen = places < place[:, None]
+    seen = columns < place[:, None]
     if reach:
-        seen = seen & (places > place[:, None] - reach)
+        seen = seen & (columns > place[:, None] - reach)
     here = torch.arange(len(qkv), device=table.device)
     # The slots of the rows are looked up, and so copied: the new token goes to a slot after them.
     last = torch.full((1,), k.shape[2], device=table.device)

@@ -466,6 +466,6 @@ def best_tokens(logits: Tensor, kept: Tensor, count: int) -> tuple[Tensor, Tenso
     rows, width = logits.shape
     values, ids = logits.new_empty(rows, count), torch.empty(rows, count, dtype=torch.long)
     sizes, pointers = (rows, width, count), (values.data_ptr(), ids.data_ptr())
-    asked = BEST(logits.data_ptr(), kept.data_ptr(), *sizes, *pointers)
-    found.clearhead_best(ctypes.addressof(asked), torch.get_num_threads())
+    config = BEST(logits.data_ptr(), kept.data_ptr(), *sizes, *pointers)
+    found.clearhead_best(ctypes.addressof(config), torch.get_num_threads())
     return values, ids

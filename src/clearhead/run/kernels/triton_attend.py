@@ -143,13 +143,13 @@ def _attend_kernel(
     S, mask_stride, angle_stride, scale, softcap, eps, NORM: tl.constexpr, UNIT: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr, WIDE_V: tl.constexpr,
-    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+    BLOCK_S: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The heads of one group and one part of the slots; the first part also keeps the new token.
 
     What earlier steps have kept is there: the first slots are asked for before the new token's queries are.
     """
-    lets_next(AHEAD)
+    lets_next(PDL)
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     g, e, ev = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, WIDE_V)
@@ -162,7 +162,7 @@ def _attend_kernel(
     begin += split * share
     end = tl.minimum(filled, (begin + share) * BLOCK_S)
     k, v, seen = _slots(keys, values, mask, begin, end, e, ev, E, EV, BLOCK_S)
-    waits(AHEAD)
+    waits(PDL)
 
     row = qkv + b * ((H + K) * E + K * EV)
     cos += b * angle_stride
@@ -249,10 +249,10 @@ def _paged_kernel(
     S, table_stride, place_stride, angle_stride, scale, softcap, eps, NORM: tl.constexpr, UNIT: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, EV: tl.constexpr, R: tl.constexpr,
     LAYOUT: tl.constexpr, CAP: tl.constexpr, REACH: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
-    WIDE_V: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, AHEAD: tl.constexpr,
+    WIDE_V: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The heads of one group and one part of a row's blocks; the first part also keeps the new token."""
-    follow(AHEAD)
+    follow(PDL)
     b, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // K
     g, e, ev = tl.arange(0, GROUP), tl.arange(0, WIDE), tl.arange(0, WIDE_V)

@@ -150,7 +150,7 @@ def _codes_kernel(
     x, words, scales, offsets, norm, bias, add, out, count, N, eps,
     D: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr, NORM: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr,
-    GATE: tl.constexpr, ADD: tl.constexpr, PAIRED: tl.constexpr, AHEAD: tl.constexpr,
+    GATE: tl.constexpr, ADD: tl.constexpr, PAIRED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A few rows of words from end to end, asked for before anything else, and `count` rows of the input."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -159,7 +159,7 @@ def _codes_kernel(
     BLOCKS: tl.constexpr = (WIDTH // 4 + WIDE - 1) // WIDE
     rows, within = n.to(tl.int64), n < N
     far = tl.cast(N, tl.int64)  # rows from the gate to what it gates
-    lets_next(AHEAD)
+    lets_next(PDL)
     first, second, factors = (), (), ()
     for block in tl.static_range(BLOCKS):
         first += (_block(words, scales, offsets, rows, within, block * WIDE, WIDTH, PER, WIDE, OFFSET),)
@@ -169,7 +169,7 @@ def _codes_kernel(
             )
         if NORM:
             factors += (_pairs(norm, block * WIDE, D, C, WIDE, PAIRED),)
-    waits(AHEAD)
+    waits(PDL)
     for row in range(count):
         added = tl.zeros([BLOCK_N], tl.float32)
         if ADD:

@@ -38,7 +38,7 @@ class Cut(NamedTuple):
     n: int  # rows of the weight at a time
     splits: int  # programs among which the columns of a row are split
     warps: int = 4
-    stages: int = 4  # blocks of columns asked for ahead
+    stages: int = 4  # blocks of columns loaded early
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _inputs(x, norm, b, B, k, inside, D: tl.constexpr, NORM: tl.constexpr, UNIT:
 
 
 @triton.jit
-def _asked(
+def _loaded(
     weight, scales, offsets, rows, within, start, WIDTH: tl.constexpr, BITS: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
@@ -64,8 +64,8 @@ def _asked(
     A run has as many words as a code has bits.
     """
     j, r = start + tl.arange(0, 32), start // BITS + tl.arange(0, 32 // BITS)
-    places, inside = weight + rows[:, None] * WIDTH + j[None, :], within[:, None] & (j < WIDTH)[None, :]
-    w = tl.load(places, mask=inside, other=0)
+    pointers, inside = weight + rows[:, None] * WIDTH + j[None, :], within[:, None] & (j < WIDTH)[None, :]
+    w = tl.load(pointers, mask=inside, other=0)
     at = rows[:, None] * (WIDTH // BITS) + r[None, :]
     inside = within[:, None] & (r * BITS < WIDTH)[None, :]
     scale = tl.load(scales + at, mask=inside, other=0.0)
@@ -76,9 +76,9 @@ def _asked(
 
 
 @triton.jit
-def _made(asked, half: tl.constexpr, kind: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
+def _made(loaded, half: tl.constexpr, kind: tl.constexpr, BITS: tl.constexpr, OFFSET: tl.constexpr):
     """The numbers of one half of the codes: [N, 128]."""
-    w, scale, offset = asked
+    w, scale, offset = loaded
     return tl.reshape(numbers(w, scale, offset, half, BITS, OFFSET), [w.shape[0], 128]).to(kind)
 
 
@@ -138,7 +138,7 @@ def _rows_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
     NORM: tl.constexpr, UNIT: tl.constexpr, OFFSET: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr,
-    ADD: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    ADD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of rows of the weight, and one part of its columns."""
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -147,22 +147,22 @@ def _rows_kernel(
     share: tl.constexpr = (blocks + SPLITS - 1) // SPLITS
     begin = split * share  # the last part may be shorter: blocks beyond the end are not read
     far, rows, within = tl.cast(N, tl.int64), n.to(tl.int64), n < N  # `far`: from the gate to what it gates
-    follow(AHEAD)
+    follow(PDL)
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     total_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
     square = tl.zeros([ROWS], tl.float32)
     kind: tl.constexpr = x.dtype.element_ty
     for step in tl.range(share, num_stages=STAGES):
         start = (begin + step) * 32
-        asked = _asked(weight, scales, offsets, rows, within, start, WIDTH, BITS, OFFSET)
-        up = asked
+        loaded = _loaded(weight, scales, offsets, rows, within, start, WIDTH, BITS, OFFSET)
+        up = loaded
         if GATE >= 0:
-            up = _asked(weight, scales, offsets, rows + far, within, start, WIDTH, BITS, OFFSET)
+            up = _loaded(weight, scales, offsets, rows + far, within, start, WIDTH, BITS, OFFSET)
         for half in tl.static_range(8 // BITS):
             k = start * (32 // BITS) + columns_of(half, BITS, 32)
             value, more = _inputs(x, norm, b, B, k, k < D, D, NORM, UNIT)
             square += more
-            total = tl.dot(_made(asked, half, kind, BITS, OFFSET), value, total, input_precision="ieee")
+            total = tl.dot(_made(loaded, half, kind, BITS, OFFSET), value, total, input_precision="ieee")
             if GATE >= 0:
                 total_up = tl.dot(
                     _made(up, half, kind, BITS, OFFSET), value, total_up, input_precision="ieee"
@@ -177,25 +177,25 @@ def _rows_kernel(
 def _wide_kernel(
     x, weight, bias, add, out, partial, counts, B, N,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr,
+    BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The same for a weight that is not quantized, without a norm.
 
     With a gate, half of the rows are those of the gate, and half those that it gates.
     """
-    lets_next(AHEAD)
+    lets_next(PDL)
     tile, split = tl.program_id(0), tl.program_id(1)
     OUT: tl.constexpr = BLOCK_N if GATE < 0 else BLOCK_N // 2
     BLOCKS: tl.constexpr = (D + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K)
     i, b = tl.arange(0, BLOCK_N), tl.arange(0, ROWS)
     n = tile * OUT + i % OUT
     rows, within = n.to(tl.int64) + (i // OUT).to(tl.int64) * N, n < N
-    waits(AHEAD)
+    waits(PDL)
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     for block in tl.range(BLOCKS, num_stages=STAGES):
         k = (split * BLOCKS + block) * BLOCK_K + tl.arange(0, BLOCK_K)
-        places = weight + rows[:, None] * D + k[None, :]
-        w = tl.load(places, mask=within[:, None] & (k < D)[None, :], other=0.0)
+        pointers = weight + rows[:, None] * D + k[None, :]
+        w = tl.load(pointers, mask=within[:, None] & (k < D)[None, :], other=0.0)
         value = tl.load(x + b[None, :] * D + k[:, None], mask=(b < B)[None, :] & (k < D)[:, None], other=0.0)
         total = tl.dot(w, value, total, input_precision="ieee")
     total_up = total

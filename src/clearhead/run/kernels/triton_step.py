@@ -28,35 +28,35 @@ from clearhead.run.kernels.fixed_cache import NOTHING, FixedCache, MatmulConfig
 
 
 @triton.jit
-def lets_next(AHEAD: tl.constexpr):
+def lets_next(PDL: tl.constexpr):
     """Let the next kernel start."""
-    if AHEAD > 1:
+    if PDL > 1:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def waits(AHEAD: tl.constexpr):
+def waits(PDL: tl.constexpr):
     """Wait until the kernel before has ended."""
-    if AHEAD > 0:
+    if PDL > 0:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def follow(AHEAD: tl.constexpr):
+def follow(PDL: tl.constexpr):
     """Let the next kernel start, and wait until the one before has ended."""
-    lets_next(AHEAD)
-    waits(AHEAD)
+    lets_next(PDL)
+    waits(PDL)
 
 
 @functools.cache
-def _ahead(device: int) -> bool:
+def _has_pdl(device: int) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launched(x: Tensor, level: int = 1) -> dict[str, int | bool]:
     """Return what a kernel on this tensor's device is launched with."""
-    ahead = level if x.is_cuda and _ahead(x.device.index) else 0
-    return {"AHEAD": ahead, "launch_pdl": True} if ahead else {"AHEAD": 0}
+    pdl = level if x.is_cuda and _has_pdl(x.device.index) else 0
+    return {"PDL": pdl, "launch_pdl": True} if pdl else {"PDL": 0}
 
 
 @functools.cache
@@ -112,9 +112,9 @@ def _asked(weight, n, N, D: tl.constexpr, BLOCK_K: tl.constexpr):
     blocks = ()
     for start in tl.static_range(0, D, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        places = weight + n.to(tl.int64)[:, None] * D + k[None, :]
-        asked = (n < N)[:, None] & (k < D)[None, :]
-        blocks += (tl.load(places, mask=asked, other=0.0, eviction_policy="evict_first"),)
+        pointers = weight + n.to(tl.int64)[:, None] * D + k[None, :]
+        inside = (n < N)[:, None] & (k < D)[None, :]
+        blocks += (tl.load(pointers, mask=inside, other=0.0, eviction_policy="evict_first"),)
     return blocks
 
 
@@ -151,10 +151,10 @@ def _linear_kernel(
     x, weight, bias, scale, add, out, N, eps, tiles, programs,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NORM: tl.constexpr,
     UNIT: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, ADD: tl.constexpr, AGAIN: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows of the weight from end to end, asked for before the input is there; AGAIN: then others."""
-    lets_next(AHEAD)
+    lets_next(PDL)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     first, up = _asked(weight, n, N, D, BLOCK_K), weight + tl.cast(N, tl.int64) * D
     second, factors, given = first, (), ()
@@ -164,7 +164,7 @@ def _linear_kernel(
         for start in tl.static_range(0, D, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             factors += (tl.load(scale + k, mask=k < D, other=0.0),)
-    waits(AHEAD)
+    waits(PDL)
     for row in tl.static_range(ROWS):
         given += (_scaled(x + row * D, factors, eps, D, BLOCK_K, NORM, UNIT),)
     for tile in range(tl.program_id(0), tiles, programs):
@@ -231,10 +231,10 @@ def linear(x: Tensor, weight: Tensor, form: MatmulConfig, tile: Tile | None = No
 
 @triton.jit
 def _norm_kernel(
-    x, scale, out, eps, D: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, AHEAD: tl.constexpr
+    x, scale, out, eps, D: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One row: the RMS norm."""
-    follow(AHEAD)
+    follow(PDL)
     row, d = tl.program_id(0).to(tl.int64) * D, tl.arange(0, WIDE)
     value = tl.load(x + row + d, mask=d < D, other=0.0).to(tl.float32)
     size = tl.rsqrt(tl.sum(value * value, 0) / D + eps)
@@ -254,9 +254,9 @@ def norm(x: Tensor, scale: Tensor, eps: float, unit_offset: bool) -> Tensor:
 
 
 @triton.jit
-def _gate_kernel(y, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+def _gate_kernel(y, out, N, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """A part of one row: the activated first half times the second."""
-    follow(AHEAD)
+    follow(PDL)
     row, n = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     pre = tl.load(y + row * 2 * N + n, mask=n < N, other=0.0).to(tl.float32)
     up = tl.load(y + row * 2 * N + N + n, mask=n < N, other=0.0)
@@ -326,10 +326,10 @@ def mark(cache: FixedCache, angles: Rotary, reach: int) -> tuple[Tensor, Rotary]
 @triton.jit
 def _choose_kernel(
     logits, index, made, ids, kept, S, V: tl.constexpr, BLOCK: tl.constexpr, NONE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: the most probable token, the first of those alike."""
-    follow(AHEAD)
+    follow(PDL)
     b = tl.program_id(0).to(tl.int64)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     place = tl.full([BLOCK], V, tl.int32)

@@ -38,7 +38,7 @@ def moments(model: Transformer, rows: Iterable[Tensor], names: Iterable[str]) ->
     `rows` are ids [1, T]. Layers that read the same tensor, such as queries, keys and values, share theirs.
     """
     sums: dict[str, tuple[Tensor, int]] = {}
-    latest: list[tuple[Tensor, Tensor]] = []  # the input seen last, and its product with itself
+    latest: list[tuple[Tensor, Tensor]] = []  # the input seen last, and its Gram matrix
 
     def see(name: str, part: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
@@ -159,13 +159,13 @@ class Quantization:
     layers: list[LayerError] = field(default_factory=list)
 
 
-def plan_of(asked: str | QuantPlan | None, split: bool = False) -> QuantPlan | None:
+def plan_of(plan: str | QuantPlan | None, split: bool = False) -> QuantPlan | None:
     """Return the plan that was asked for, by its name or itself; refuse one for a model that is `split`."""
     refuse(
-        asked is not None and split,
+        plan is not None and split,
         "quantize and parallel were both given: a quantized model runs in one process",
     )
-    return None if asked is None else QuantPlan.named(asked)
+    return None if plan is None else QuantPlan.named(plan)
 
 
 def rounded(model: Transformer, plan: QuantPlan | None) -> Transformer:

@@ -154,7 +154,7 @@ def _codes(
 ) -> Tensor:
     """Round column by column, and let the columns to come make up for the error of each: [N, D]."""
     D, group = len(order), order // grid.group
-    left = weight.t()[order].contiguous()  # D N: a column lies in one piece
+    left = weight.t()[order].contiguous()  # D N: a column is contiguous
     if offsets is not None:
         left -= offsets.float().t()[group]
     steps = scales.float().t()[group]  # D N

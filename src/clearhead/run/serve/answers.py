@@ -143,7 +143,7 @@ class Choices:
     best: int | None = None  # tokens reported at each step; None: nothing is reported
     echo: bool = False
     wanted: int | None = None  # choices of each prompt that are given, the most probable; None: all
-    cited: dict[str, Any] = field(default_factory=dict)  # said once, in the answer or in the first event
+    cited: dict[str, Any] = field(default_factory=dict)  # once, in the answer or in the first event
     seqs: list[ServedSequence] = field(default_factory=list)
     lengths: dict[int, int] = field(default_factory=dict)  # characters of each choice that are out
     reports: dict[int, "LogprobReport"] = field(default_factory=dict)
@@ -277,7 +277,7 @@ class Choices:
         """Return what the chunks of a choice say, put together."""
         return {"text": "".join(chunk["text"] for chunk in chunks)}
 
-    def _said(self, update: Update) -> list[dict[str, Any]]:
+    def _new_fields(self, update: Update) -> list[dict[str, Any]]:
         """Return the new text of a choice as the fields of chunks; none where nothing is new."""
         return [{"text": update.text}] if update.text else []
 
@@ -305,8 +305,8 @@ class Choices:
             yield chunk({"text": echoed}, None if report is None else report.prompt())
         self.lengths[number] += len(update.text)
         logprobs = None if report is None else report.next(update.count, self.lengths[number], update.ended)
-        said = self._said(update)
-        for fields in said or ([self.nothing] if logprobs is not None else []):
+        chunks = self._new_fields(update)
+        for fields in chunks or ([self.nothing] if logprobs is not None else []):
             yield chunk(fields, logprobs)
             logprobs = None  # told once
         if update.ended:
@@ -347,8 +347,8 @@ class Choices:
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of prompt and new tokens."""
-        asked = {id(seq.after or seq): seq for seq in self.seqs}.values()  # choices share a prompt
-        read, cached = sum(seq.prompt_tokens for seq in asked), sum(seq.cached for seq in asked)
+        prompted = {id(seq.after or seq): seq for seq in self.seqs}.values()  # choices share a prompt
+        read, cached = sum(seq.prompt_tokens for seq in prompted), sum(seq.cached for seq in prompted)
         made = sum(len(seq.ids) for seq in self.seqs)
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
         return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
@@ -404,7 +404,7 @@ class ChatChoices(Choices):
         count = sum(len(encode(text, add_special_tokens=False).ids) for text in thought if text)
         return usage | ({"completion_tokens_details": {"reasoning_tokens": count}} if count else {})
 
-    def _said(self, update: Update) -> list[dict[str, Any]]:
+    def _new_fields(self, update: Update) -> list[dict[str, Any]]:
         parts = self.parts(update.number, update.text, update.ended)
         return [{"delta": self._delta(update.number, part)} for part in parts]
 

@@ -66,7 +66,7 @@ class AudioBody(Body):
     response_format: Literal["json", "text", "srt", "vtt", "verbose_json"] = "json"
     temperature: Annotated[float, Field(ge=0, le=1)] = 0.0
 
-    def asked(self, task: Task, words: bool = False) -> SpeechRequest:
+    def speech_request(self, task: Task, words: bool = False) -> SpeechRequest:
         """Return how the sound is to be written down."""
         return SpeechRequest(
             language=self.language,
@@ -90,7 +90,7 @@ class TranscriptionBody(AudioBody):
     stream: bool = False
     timestamp_granularities: tuple[Literal["word", "segment"], ...] = ()
 
-    def asked(self, task: Task, words: bool = False) -> SpeechRequest:
+    def speech_request(self, task: Task, words: bool = False) -> SpeechRequest:
         """Return how the sound is to be written down; refuse what does not go together."""
         format = self.response_format
         refuse(
@@ -98,7 +98,7 @@ class TranscriptionBody(AudioBody):
             f"timestamp_granularities with response_format {format}: they belong to verbose_json",
         )
         refuse(self.stream and format in TIMED, f"stream with response_format {format}: choose json or text")
-        return super().asked(task, words or "word" in self.timestamp_granularities)
+        return super().speech_request(task, words or "word" in self.timestamp_granularities)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -172,10 +172,10 @@ def body_of(form: FormData, kind: type[AudioBody]) -> tuple[AudioBody, UploadFil
 class SpeechJob:
     """A sound that the engine's thread writes down, window by window."""
 
-    def __init__(self, engine: ServeEngine, asked: SpeechRequest) -> None:
+    def __init__(self, engine: ServeEngine, request: SpeechRequest) -> None:
         """Refuse a model that hears nothing, and options that it has not."""
         self.gone, self.engine = threading.Event(), engine  # `gone`: nobody waits for the answer any more
-        self.transcriber = Transcriber(engine.m, asked, self._cancelled)
+        self.transcriber = Transcriber(engine.m, request, self._cancelled)
         self.heard: Hearing | None = None
         self.text = ""  # so far
 
@@ -228,7 +228,7 @@ class SpeechJob:
             return PlainTextResponse(transcript.text + "\n")
         told: dict[str, Any] = {"text": transcript.text}
         if format == "verbose_json":
-            task = self.transcriber.asked.task
+            task = self.transcriber.speech.task
             language = "en" if task == "translate" else transcript.language or "en"
             named = {"task": task, "language": LANGUAGES[language], "duration": transcript.seconds}
             told = named | told
@@ -325,7 +325,7 @@ def add_audio(
             name, engine = engine_of(body.model)
             refuse(name in engine.adapters, f'"{name}" is an adapter, and speech is read by a model alone')
             with engine.admit():
-                job = await run_in_threadpool(SpeechJob, engine, body.asked(task))
+                job = await run_in_threadpool(SpeechJob, engine, body.speech_request(task))
                 note(engine, [body.prompt] if body.prompt else [])
                 reading = await opened(job, file)
         finally:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 from clearhead.errors import ClearheadError, InputError, RequestError, hints_of, refuse, refusing
 from clearhead.hub.tokens.tools import AUTO, MOST_TOOLS, NONE, tools_of
 from clearhead.learn.tasks.generation import ToolChoice
-from clearhead.run.generate.grammar import BESIDE
+from clearhead.run.generate.grammar import COMBINED
 from clearhead.run.generate.request import BIAS, CONSTRAINTS, DEFAULTS, OPTIONS, Request
 
 MOST_CHOICES = 16  # of one prompt
@@ -121,7 +121,7 @@ class StreamOptions(FewFields):
 def closed(schema: Any) -> Any:
     """Return a JSON schema whose objects take no other properties than they name, unless they say so.
 
-    Objects described in several parts (`allOf`, `anyOf` or `oneOf` beside `properties`) stay as they are.
+    Objects described in several parts (`allOf`, `anyOf` or `oneOf` next to `properties`) stay as they are.
     """
     if isinstance(schema, list):
         return [closed(each) for each in schema]
@@ -132,7 +132,7 @@ def closed(schema: Any) -> Any:
         if isinstance(made[name], dict):
             made[name] = {key: closed(each) for key, each in made[name].items()}
     if "properties" in made:
-        return made if made.keys() & set(BESIDE) else {"additionalProperties": False, **made}
+        return made if made.keys() & set(COMBINED) else {"additionalProperties": False, **made}
     return made | {
         name: closed(made[name]) for name in made.keys() & {"items", "prefixItems", "anyOf", "oneOf"}
     }

@@ -182,7 +182,7 @@ class Answer:
     def _response(self, status: str, **known: Any) -> dict[str, Any]:
         """Return the response as it is now: what was asked, and what is known."""
         body = self.body
-        asked = body.model_dump(by_alias=True, exclude_none=True, include=ECHOED)
+        stated = body.model_dump(by_alias=True, exclude_none=True, include=ECHOED)
         return {
             "id": self.id,
             "object": "response",
@@ -199,12 +199,12 @@ class Answer:
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None} | asked.get("reasoning", {}),
+            "reasoning": {"effort": None, "summary": None} | stated.get("reasoning", {}),
             "service_tier": "default",
             "store": body.store is not False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
-            "text": {"format": {"type": "text"}, "verbosity": "medium"} | asked.get("text", {}),
-            "tool_choice": asked.get("tool_choice", "auto"),
+            "text": {"format": {"type": "text"}, "verbosity": "medium"} | stated.get("text", {}),
+            "tool_choice": stated.get("tool_choice", "auto"),
             "tools": [tool.model_dump(include=SHOWN) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,

@@ -84,7 +84,11 @@ class ChatEncoder:
         inside = [
             n for n, (start, end) in enumerate(encoding.offsets) if end > span.first and start < span.last
         ]
-        ends = [n for n in inside if encoding.ids[n] in self.special and encoding.offsets[n][0] >= span.said]
+        ends = [
+            n
+            for n in inside
+            if encoding.ids[n] in self.special and encoding.offsets[n][0] >= span.content_end
+        ]
         if self.template.marks:  # the template says itself what is learned; the end of the turn goes with it
             after = inside[-1] + 1 if inside else len(encoding.ids)
             ended = after < len(encoding.ids) and encoding.ids[after] in self.special

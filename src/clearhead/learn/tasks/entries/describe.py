@@ -115,10 +115,10 @@ def _pictured(record: Record, folder: Path) -> Pictured:
             next((name for name in names if name in record.cells), None) for names in (PROMPTS, ANSWERS)
         )
         refuse(answer is None, f"{record.place} has no answer: name one of {', '.join(ANSWERS)}, or messages")
-        said = record.text(str(answer)).strip()
-        refuse(not said, f"{record.place}: the {answer} is empty")
+        reply = record.text(str(answer)).strip()
+        refuse(not reply, f"{record.place}: the {answer} is empty")
         question = record.text(prompt).strip() if prompt else ""
-        messages = ({"role": "user", "content": question}, {"role": ASSISTANT, "content": said})
+        messages = ({"role": "user", "content": question}, {"role": ASSISTANT, "content": reply})
     return Pictured(_placed(messages, len(images), record.place), place=record.place, images=images)
 
 
@@ -208,7 +208,7 @@ class PicturedBatches(Batches):
         own = vectors_of(self.loaded, row.ids, ImagePrompt(row.ids, row.images))
         laid = torch.full((len(row.ids), self.loaded.config.d_model), torch.nan)
         if own is not None:
-            laid[own.places] = own.vectors.to(laid)
+            laid[own.positions] = own.vectors.to(laid)
         if not self.loaded.config.rope_sections:
             return laid[:-1], None
         axes = prompt_axes(row.ids, self.config.token_id, ()) if own is None else own.axes

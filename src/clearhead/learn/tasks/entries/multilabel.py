@@ -55,8 +55,8 @@ class Several(Labelled):
 
 
 def _macro_counts(predicted: Answers, expected: Answers) -> Counts:
-    guess, truth = np.array(predicted, dtype=np.float64), np.array(expected, dtype=np.float64)
-    return np.concatenate([guess * truth, guess + truth], 1)
+    prediction, truth = np.array(predicted, dtype=np.float64), np.array(expected, dtype=np.float64)
+    return np.concatenate([prediction * truth, prediction + truth], 1)
 
 
 def _macro_of(sums: Counts) -> float:
@@ -65,12 +65,14 @@ def _macro_of(sums: Counts) -> float:
     return float((2 * hits[both > 0] / both[both > 0]).mean()) if (both > 0).any() else 0.0
 
 
-_hits = each(lambda guess, truth: (sum(a and b for a, b in zip(guess, truth)), sum(guess) + sum(truth)))
+_hits = each(
+    lambda prediction, truth: (sum(a and b for a, b in zip(prediction, truth)), sum(prediction) + sum(truth))
+)
 # F1 over all decisions, the mean F1 of the classes, and the share of rows with every class right.
 MULTILABEL = {
     "micro_f1": Metric(_hits, lambda sums: ratio_of(np.array([2 * sums[0], sums[1]]))),
     "macro_f1": Metric(_macro_counts, _macro_of),
-    "exact": Metric(each(lambda guess, truth: (list(guess) == list(truth), 1))),
+    "exact": Metric(each(lambda prediction, truth: (list(prediction) == list(truth), 1))),
 }
 
 

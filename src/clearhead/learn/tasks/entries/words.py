@@ -122,8 +122,8 @@ class Tag(ClassTask):
     def missing(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> str:
         """Say where the data has spans and none is predicted."""
         named = [[[labels[index] for index in row] for row in rows] for rows in (predicted, expected)]
-        _, guesses, wanted = span_counts(*named).sum(0)
-        if guesses or not wanted:
+        _, n_predicted, wanted = span_counts(*named).sum(0)
+        if n_predicted or not wanted:
             return ""
         return f"no span is predicted, and {wanted:,.0f} are wanted: train longer, or set train.class_weights"
 
