@@ -197,7 +197,7 @@ export const attentionSection = {
       const run = app.store.get("run");
       const name = chosen;
       const bits = app.store.get("colour") === "off" ? values?.get(name) : undefined;
-      const offered = run && name && colourPath(app, run, "off") !== null;
+      const offered = run && headOf(name)?.removable && colourPath(app, run, "off") !== null;
       const named = leadingHead(app);
       const other = named && headOf(named) && name && named !== name && name !== "rollout";
       replace(without, offered ? [bits === undefined ? null : [`Without head ${name} the answer moves by `, el("strong", { "data-value": bits }, `${figure(bits)} bits`), ". "], el("button", { type: "button", onclick: () => { app.store.set("off", name); app.open("ablate"); } }, `Turn off head ${name}`), " "] : null, other ? el("button", { type: "button", id: "attention-story", onclick: () => { picked = false; app.store.set("head", named); } }, `Show head ${named}, which the story names`) : null);
@@ -255,11 +255,11 @@ export const attentionSection = {
       else app.store.set("head", name);
     }
 
-    /** A head by its name, where this model has it: {kind, layer, number}. */
+    /** A head by its name, where this model has it: {kind, layer, number}, and whether it can be turned off. */
     function headOf(name) {
       const [, own, layer, number] = (name || "").match(/^(?:(encoder|cross)\.)?(\d+)\.(\d+)$/) || [];
       const found = app.store.get("model").attentions.find((entry) => entry.kind === (own || "self") && entry.layer === Number(layer) && entry.pattern !== false && Number(number) < entry.heads);
-      return found ? { kind: found.kind, layer: found.layer, number: Number(number) } : null;
+      return found ? { kind: found.kind, layer: found.layer, number: Number(number), removable: found.removable !== false } : null;
     }
 
     function mark(name) {
