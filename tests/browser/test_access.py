@@ -16,6 +16,7 @@ SECTIONS = {
     "worth": "[data-unit]",
     "ribbon": ".ribbon",
     "similar": "td[data-value]",
+    "denoising": "td.fresh",
 }
 # The whole page of a decoder, and of the other kinds what a decoder has not.
 OWN = {
@@ -24,7 +25,9 @@ OWN = {
     "encoder-decoder": ("input", "ribbon"),
     "classifier": ("answer", "worth"),
     "vit": ("input", "worth"),
+    "diffusion": ("input", "denoising"),
 }
+TEXT_WIDTH = "document.getElementById('input-text').clientWidth || innerWidth"  # 0 where it is hidden
 # What nobody has looked at since the last text was read is busy until somebody does.
 QUIET = "names => !names.some((name) => document.querySelector(`#${name} [aria-busy]`))"
 
@@ -71,6 +74,8 @@ def test_axe_finds_nothing_serious(watched, served, family):
     colours = {"runOnly": ["color-contrast", "link-in-text-block"]}
     for width in (1280, 390):
         seen.page.set_viewport_size({"width": width, "height": 844})
+        assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert seen.page.evaluate(TEXT_WIDTH) >= 150
         for theme, rules in (("light", {}), ("dark", colours)):
             if seen.page.evaluate("document.documentElement.dataset.theme || 'light'") != theme:
                 seen.page.evaluate("() => { document.getElementById('theme').click(); }")

@@ -22,10 +22,10 @@ from clearhead.inside.interventions import steering, steering_vector
 from clearhead.inside.logit_attribution import firing
 from clearhead.inside.story import explain
 from clearhead.run.api import load
-from tests.explorer.toys import serving, toy
+from tests.explorer.toys import serving, toy, unpacked
 from tests.harness import scramble
 from tests.inside.test_heads import induction_models
-from tests.llava import tiled_directory
+from tests.llava import sized_directory, tiled_directory
 from tests.test_speech import folder, sounds  # noqa: F401
 
 pytestmark = pytest.mark.ledger("F2", "K3", "L11")
@@ -167,13 +167,16 @@ def test_where_a_token_was_heard(folder, watched, saved, tmp_path):  # noqa: F81
         assert not seen.wrong and not copy.wrong and not tried
 
 
+@pytest.mark.parametrize(("made", "mark"), [(tiled_directory, "<image>"), (sized_directory, "<|image_pad|>")])
 @pytest.mark.slow
-def test_where_a_token_looked_in_a_picture(watched, tmp_path):
+def test_where_a_token_looked_in_a_picture(watched, tmp_path, made, mark):
     """The head's row is laid over the image, patch by patch; the strongest patch is the reddest there."""
-    m, file = ch.load(tiled_directory(tmp_path / "m")), io.BytesIO()
+    m, file = ch.load(made(tmp_path / "m")), io.BytesIO()
+    for block in m.model.main.blocks:  # patches of one colour are alike: the looks at them are to differ
+        block.attention.q.weight.data *= 100
     image = np.full((32, 48, 3), 90, dtype=np.uint8)
     Image.fromarray(image).save(file, "PNG")
-    text = "<image>\nWhat is it?"
+    text = f"{mark}\nWhat is it?"
     with serving(Opened("images", lambda: m)) as served:
         seen = watched().open(served.url)
         seen.page.fill("#input-text", "What is it?")
@@ -183,18 +186,23 @@ def test_where_a_token_looked_in_a_picture(watched, tmp_path):
             )
         assert seen.page.input_value("#input-text") == text
         assert seen.page.locator("#input-picture .patches").count() == 1
+        seen.page.evaluate("() => clearhead.store.set('head', '1.2')")
         seen.look("attention", "#attention-large .patches")
-        layer, head = map(int, seen.page.get_attribute("#attention-head", "data-head").split(".")[-2:])
-        maps = attention(m, ch.ImagePrompt(text, [image])).of("self")
-        row = maps[layer].pattern[head][-1]
+        seen.page.locator("#attention-head[data-head='1.2']").wait_for()
+        row = attention(m, ch.ImagePrompt(text, [image])).of("self")[1].pattern[2][-1]
         labels = seen.page.evaluate("clearhead.store.get('run').tokens.labels")
         seen.page.select_option("#attention-query", str(len(labels) - 1))
         places = {
             at: tuple(map(int, label.split(","))) for at, label in enumerate(labels) if label[0].isdigit()
         }
-        assert len(places) == 24  # 2 x 3 tiles of 2 x 2 vectors
+        assert len(places) == 24  # 2 x 3 tiles of 2 x 2 vectors, or 4 x 6 squares
+        shown = unpacked(seen.page.evaluate("clearhead.store.get('run').picture"))
+        assert shown.shape == (3, 32, 48) and np.abs(shown - 90 / 255).max() <= 1 / 255  # its own colours
         most = places[max(places, key=lambda at: row[at])]
         assert tuple(seen.page.evaluate(WARMEST)) == most
+        seen.look("drawers", "summary")
+        seen.page.evaluate("() => { document.getElementById('drawer-neurons').open = true; }")
+        seen.page.locator("[data-neuron]").first.wait_for()
         assert not seen.wrong
 
 

@@ -153,6 +153,15 @@ def _scaled(image: Tensor, settings: Mapping[str, Any]) -> Tensor:
     return pixels
 
 
+def in_colours(pixels: Tensor, settings: Mapping[str, Any]) -> Tensor:
+    """Return normalised pixels [C, H, W] in the colours of their image, as far as `settings` tell."""
+    stated, _ = _with_defaults(settings)
+    if not (stated.get("do_normalize") and stated.get("do_rescale", True)):
+        return pixels
+    mean, deviation = (_per_channel(stated[name], len(pixels), name) for name in ("image_mean", "image_std"))
+    return (pixels * deviation + mean).clamp(0, 1)
+
+
 def _framed(image: Tensor, size: tuple[int, int], settings: Mapping[str, Any], shorter: bool) -> Tensor:
     """Resize and crop bytes [C, H, W] -> [C, *size]; one number is the `shorter` side, or both."""
     stated, crop = settings.get("size", size), settings.get("do_center_crop", False)

@@ -32,6 +32,7 @@ from clearhead.inside.patch import patch
 from clearhead.inside.results import plain
 from clearhead.inside.story import estimated_effects, explain
 from clearhead.learn.tasks.generation import asked_for
+from clearhead.learn.tasks.images import ImagePrompt
 from clearhead.run.api import Model
 from clearhead.run.generate.diffusion import Denoiser
 from clearhead.run.generate.sequence import Prompts, Sampler
@@ -300,7 +301,9 @@ def _corpus_of(run: PageRun) -> ReadCorpus | None:
     if run.prepared.source is not None or not run.prepared.tokens.ids:
         return None
     library = fired(run.m) if run.corpus is None else run.corpus()
-    return library or read_corpus(run.m, [run.prepared], top=FIRED)
+    if library is not None or isinstance(run.given, ImagePrompt):  # passages have no images
+        return library
+    return read_corpus(run.m, [run.prepared], top=FIRED)
 
 
 def _known_neurons(corpus: ReadCorpus | None, names: list[str]) -> dict[str, dict[str, Any]]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import ClearheadError, InputError, refuse
+from clearhead.hub.preprocessor import in_colours
 from clearhead.hub.tokens.text import decoded, stages
 from clearhead.inside.attention import LayerMap, attention, mean_entropy
 from clearhead.inside.attribution import looks, paths, reads
@@ -256,7 +257,7 @@ class PageRun:
             **{"run": name, "model": self.number, "task": task},
             "tokens": tokens_view(self.m, self.prepared.tokens),
             "source": tokens_view(self.m, self.prepared.source_tokens),
-            "picture": None if pixels is None else packed_picture(pixels.float().cpu().numpy()),
+            "picture": None if pixels is None else packed_picture(pixels.numpy()),
             # M T, the lowest band last, as pictures of sound are drawn
             "sound": None if sound is None else packed_picture(sound[0].T.flip(0).float().cpu().numpy()),
             "pair": self.pair,
@@ -267,9 +268,12 @@ class PageRun:
     def _pixels(self) -> Tensor | None:
         """Return the image that the model reads, alone or in its prompt; None where there is not one."""
         if self.m.config.input == "patches":
-            return self.prepared.main[0]
-        one = isinstance(self.given, ImagePrompt) and len(self.given.images) == 1
-        return shown_picture(self.m, self.given.images[0]) if one else None
+            pixels = self.prepared.main[0]
+        elif isinstance(self.given, ImagePrompt) and len(self.given.images) == 1:
+            pixels = shown_picture(self.m, self.given.images[0])
+        else:
+            return None
+        return in_colours(pixels.float().cpu(), self.m.images)
 
     def stages(self) -> dict[str, Any]:
         """Return the four stages of tokenization, of the text that was typed and of the answer's."""
