@@ -100,6 +100,7 @@ def imported(path: pathlib.Path) -> set[str]:
 
 
 @pytest.mark.ledger("E5")
+@pytest.mark.slow
 def test_imports_go_one_way():
     wrong = []
     for module, path in FILES.items():

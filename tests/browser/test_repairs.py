@@ -130,6 +130,7 @@ def test_the_enlarged_head_is_beside_the_numbered_grid(watched, served):
 
 
 @pytest.mark.parametrize("family", ["decoder", "encoder", "encoder-decoder", "classifier", "tagger", "vit"])
+@pytest.mark.slow
 def test_the_path_adds_up_and_is_what_inside_says(live, family):
     watched, prepared, (given, *target) = shown(live, family)
     column = column_of(family, prepared)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.ledger("F2", "X4")
 TEXT = "The king's men speak of the king"
 
 
+@pytest.mark.slow
 def test_the_sentence_is_measured_and_a_card_can_be_shared(watched, served):
     seen = watched().open(served("decoder").url)
     seen.read(TEXT)

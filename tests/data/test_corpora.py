@@ -27,7 +27,10 @@ def test_the_same_each_time(name, opened):
     first, second = opened(name), open_data(DataPlan(paths=(name,)))
     assert first == second
     assert TASKS[task_of(DataPlan(), first)].row is CORPORA[name].row
-    few = DataPlan(paths=(name,), max_examples=100)
+
+
+def test_in_lower_case_it_is_another_corpus():
+    few = DataPlan(paths=("dates",), max_examples=100)
     assert open_data(dataclasses.replace(few, lowercase=True)).fingerprint != open_data(few).fingerprint
 
 

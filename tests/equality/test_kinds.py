@@ -186,8 +186,8 @@ def test_blocks_are_the_dense_mask(family, attention, monkeypatch):
         return plans[-1]
 
     monkeypatch.setattr(blocks, "plan_blocks", watched)
-    length = 620
-    for positions in ("rope", "alibi", "relative"):
+    length, bias = 620, ("alibi", "relative")[[*LONG, *BLOCKS].index(attention) % 2]
+    for positions in ("rope", bias):
         choices = {"family": family, "positions": positions, "n_kv_heads": 2, "n_layers": 1}
         model = model_of(attention, **choices, max_positions=length)
         if model is None:

@@ -86,6 +86,7 @@ def test_analyses_of_a_prompt_are_shown_as_their_commands_print_them(server, run
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_live_views_are_recorded_views(family):
     """Path by path: what the server answers is what a recording holds, and what `view` gives."""
     m = toy(family)

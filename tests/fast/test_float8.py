@@ -157,6 +157,7 @@ def in_float8(monkeypatch) -> None:
 
 @pytest.mark.cpu
 @pytest.mark.ledger("H4")
+@pytest.mark.slow
 def test_a_run_learns_as_well_as_in_float32_and_says_what_it_does(text, tmp_path, monkeypatch):
     longer = (*WIDE, "train.steps=60", "train.lr=1e-2")
     exact = run(text, tmp_path / "exact", *longer, "train.precision=float32")

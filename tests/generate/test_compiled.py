@@ -229,6 +229,7 @@ def test_generate_compiles_when_asked_and_follows_the_weights(monkeypatch):
         assert [one.ids for one in loaded.generate(prompts, 8, compile=True)] == said
 
 
+@pytest.mark.slow
 def test_a_compiled_step_that_is_made_to_run_uncompiled():
     """As it is while another thread watches the model."""
     model, given = built(DECODER), prompts_of(DECODER, seeds=[3, 4, 5])

@@ -95,6 +95,7 @@ def test_files_and_refusals(tmp_path):
         fit_tuned(build(family="encoder", head="classifier", n_classes=3), ROWS, texts=True)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     tokenizer = byte_tokenizer()
     ch.Model(build(vocab_size=tokenizer.get_vocab_size()), tokenizer).save(tmp_path / "m")

@@ -116,6 +116,7 @@ def test_the_base_model_and_what_is_refused(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.ledger("L11", "E6")
+@pytest.mark.slow
 def test_check_reference(tmp_path: pathlib.Path) -> None:
     reference(
         "WhisperForConditionalGeneration", transformers.WhisperConfig(**OPTIONS["unequal stacks"]), tmp_path

@@ -64,6 +64,7 @@ def products(enabled: bool):
         ("windows", False, "int8"),
     ],
 )
+@pytest.mark.slow
 def test_logits_have_the_same_bits_whoever_is_in_the_batch(shape, enabled, cache, byte_tokenizer):
     """Alone, in company, after a preemption, and with a prefix that another request has read."""
     m = mixes.model(shape, byte_tokenizer)

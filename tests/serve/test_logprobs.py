@@ -91,7 +91,7 @@ def named(texts: TokenTexts) -> list[set[str]]:
     return [{*dict(_named(one, -0.5, others))} for one, others in zip(texts.tokens, texts.alternatives)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_any_text_is_its_tokens(tokenizer, data):
     """Of a text in two parts, a prompt and what goes on: text, bytes and names of the tokens of either."""

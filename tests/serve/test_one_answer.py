@@ -11,6 +11,6 @@ from tests.serve import mixes
 @pytest.mark.parametrize("shape", ["rope-gqa", "windows", "states", "latent", "translator"])
 def test_every_way_to_ask_gives_one_answer(shape, byte_tokenizer):
     m = mixes.model(shape, byte_tokenizer)
-    for seed in range(4):
+    for seed in range(2):
         engine = mixes.asked_every_way(m, seed)  # which compares the answers
         assert len(engine.finished) == 5 and not engine.busy

@@ -45,6 +45,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_an_uninterrupted_one(kind, captions, tmp_path):
     """By the loop, the checkpoints and the log of every other task."""
     settings = {"model.base": kind, **SETTINGS}
@@ -83,6 +84,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(kind, captions, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["clip", "siglip"])
+@pytest.mark.slow
 def test_real_pictures_find_their_captions(kind, shared, tmp_path, clearhead):
     archive = shared / "data" / "cifar10_sample" / "images.zip"
     if not archive.exists():

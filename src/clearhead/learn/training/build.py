@@ -230,10 +230,14 @@ def _loosened(config: ModelConfig) -> ModelConfig:
 
     A preset, a checkpoint and a `train.toml` give every field, also those that nobody chose.
     """
-    for name in [name for name in derive(config) if name != "head"]:
+    names = [name for name in derive(config) if name != "head"]
+    for some in (names, *([name] for name in names)):  # nearly always it is all of them
         with suppress(ConfigError):  # a field that was chosen is needed, such as d_head
-            free = config.replace(**{name: None})
-            config = free if free == config else config
+            free = config.replace(**dict.fromkeys(some))
+            if free == config:
+                config = free
+                if some is names:
+                    break
     return config
 
 
