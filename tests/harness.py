@@ -89,7 +89,7 @@ def in_pieces(model: ch.Transformer, ids: Tensor, sizes: list[int], cache: ch.Ca
     """Return logits of `ids` fed through `cache` in pieces; cut tensors [B, T] among `given` alongside."""
     along = {
         name: given.pop(name)
-        for name in ("mask", "positions", "documents", "types")
+        for name in ("mask", "positions", "documents", "types", "axes")
         if given.get(name) is not None
     }
     said, start = [], 0

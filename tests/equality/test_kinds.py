@@ -15,7 +15,7 @@ from clearhead.variants.checks import read_kind
 from clearhead.variants.global_attention import GlobalAttention
 from clearhead.variants.kinds import shortened
 from tests.equality.test_matrix import Case
-from tests.harness import GROUPED_EXPERTS, LATENT, build, gradients, in_pieces, some_ids
+from tests.harness import GROUPED_EXPERTS, LATENT, build, gradients, in_pieces, pad, some_ids
 
 # Every kind that is registered, with sizes that matter in short rows, and more of some.
 TEXTS = [str(shortened(kind(), 3)) for kind in KINDS.values()] + [
@@ -130,6 +130,104 @@ def test_latent_heads_and_groups_of_experts_are_the_same_however_they_are_run(na
         case.cached()
         formula = reference_logits(case.model.config, case.model.state_dict(), case.ids)
         case.equal("formula", case.logits.double().cpu().float(), formula.float())
+
+
+AXES = {  # three axes in a decoder (Qwen2.5-VL), two in the encoder of its images
+    "decoder": {"family": "decoder", "rope_sections": (2, 1, 1), "norm": "rmsnorm", "n_kv_heads": 2},
+    "part": {
+        "family": "decoder",
+        "rope_sections": (1, 1, 1),
+        "rope_fraction": 0.75,
+        "rope_layout": "interleaved",
+    },
+    "window": {"family": "decoder", "rope_sections": (1, 2, 1), "window": 3, "qk_norm": "head"},
+    "encoder": {"family": "encoder", "rope_sections": (2, 2), "rope_axial": True},
+}
+
+
+@pytest.mark.ledger("J1", "C2", "C5", "D1", "W5")
+@pytest.mark.parametrize("name", AXES)
+def test_positions_on_several_axes_are_the_same_however_they_are_run(name, differences):
+    """An image of 2 x 2 squares between texts: rotated by time, height and width; later text counts on."""
+    case = Case(differences, 2, **{"positions": "rope", "d_head": 8, **AXES[name]})
+    count = len(case.model.config.rope_sections)
+    image = [[2, 2 + place // 2, 2 + place % 2][-count:] for place in range(4)]
+    axes = torch.tensor([[0] * count, [1] * count, *image, [4] * count, [5] * count])
+    case.source = {"axes": axes.repeat(2, 1, 1)}  # what every call takes
+    plain = case.logits
+    with torch.no_grad():
+        case.logits = case.model(case.ids, axes=axes[None]).logits  # once for all rows
+        assert (case.logits - plain).abs().max() > 1e-3
+    case.backward()
+    with torch.no_grad():
+        case.saved()
+        formula = reference_logits(case.model.config, case.model.state_dict(), case.ids, axes=axes[None])
+        case.equal("formula", case.logits.double().cpu().float(), formula.float())
+        for where in ("left", "right", "gaps"):
+            ids, mask = pad(case.ids, where)
+            spread = torch.full((*ids.shape, count), 3)
+            spread[mask] = axes.repeat(2, 1)
+            case.equal(
+                "padded",
+                case.model(ids, mask=mask, axes=spread).logits[mask].view_as(case.logits),
+                case.logits,
+            )
+        if not case.causal:
+            return
+        case.future()
+        for cache in (ch.Cache(), ch.WindowCache(), ch.Cache(reserve=9)):
+            case.through("cached", [3, 2, 1, 2], cache)
+        for split in (6, 7):  # the text after an image counts on by itself
+            cache = ch.Cache()
+            before = case.model(case.ids[:, :split], cache=cache, axes=axes[None, :split]).logits
+            after = case.model(case.ids[:, split:], cache=cache).logits
+            case.equal("cached", torch.cat([before, after], 1), case.logits)
+
+
+@pytest.mark.ledger("J1", "C5", "D1", "W2")
+@pytest.mark.parametrize(
+    "attention", ["full", "window(3, sinks=1)", "latent(5, query_rank=7)", "gated-delta"]
+)
+def test_mtp_layers_are_the_same_however_they_are_run(attention, differences):
+    """The states of three layers, each a token further."""
+    shared = SHARED if "latent" in attention else {}
+    choices = {"family": "decoder", "positions": "rope", "attention": attention, "n_mtp_layers": 3, **shared}
+    case = Case(differences, 3, **choices)
+
+    def states(ids: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        return torch.stack(case.model(ids, mtp=True, **given).mtp)  # N B T D
+
+    def known(x: torch.Tensor) -> torch.Tensor:
+        """Those that have read no token past the end: [B, ...]."""
+        return torch.cat([each[:, : x.shape[2] - 1 - number] for number, each in enumerate(x)], 1)
+
+    probe = torch.randn(3, 2, 8, 16, generator=torch.Generator().manual_seed(4)) / 48
+    found = {}
+    for kernel in ("eager", "fused"):
+        with ch.attending(case.model, kernel):
+            whole = states(case.ids)
+            loss = (known(whole) * known(probe)).sum()
+            found[kernel] = whole, gradients(case.model, loss)
+    (whole, learned), (fused, others) = found["eager"], found["fused"]
+    case.equal("fused=eager", known(fused), known(whole))
+    for name, gradient in learned.items():
+        if name.startswith("mtp."):
+            assert gradient is not None and (gradient.any() or name.endswith("k.bias")), name
+            case.equal("gradients", others[name], gradient)
+    with torch.no_grad():
+        case.saved()
+        case.equal("alone", known(states(case.ids[:1])), known(whole)[:1])
+        for padding in (slice(0, 3), slice(8, 11)):
+            mask = torch.ones(2, 11, dtype=torch.bool)
+            mask[:, padding] = False
+            ids = some_ids(2, 11, seed=9)
+            ids[mask] = case.ids.flatten()
+            padded = states(ids, mask=mask)[:, mask].view_as(whole)
+            case.equal("padded", known(padded), known(whole))
+        packed = case.ids.flatten()[None]
+        documents = torch.arange(2).repeat_interleave(8)[None]
+        joined = states(packed, documents=documents).view_as(whole)
+        case.equal("packed", known(joined), known(whole))
 
 
 @pytest.mark.ledger("D5", "C5", "D1")

@@ -134,7 +134,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "conv_kernel": (5,),
     "conv_stride": (1, 3),
     "loop": ((0, 1, 2), (1, 1, 3), (0, 2, 2)),
-    "n_mtp_layers": (1,),
+    "n_mtp_layers": (2,),
 }
 # Sizes that every model has, and how fresh weights are drawn, which `build` draws anew.
 OF_SIZE = {

@@ -4,8 +4,9 @@ Shapes, all of one row: T tokens, D model, C channels, H heads, E head width, V 
 columns of a head.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -39,13 +40,15 @@ class ReferenceRow:
     order: list[int]  # how many real tokens stand before each
     marked: list[bool] | None  # which tokens the call makes global
     lengths: list[int]  # of the longest row, as far as it was known when each token was read
+    axes: list[list[int]] | None = None  # the position of each token on each axis, where the call has them
     carried: dict[str, Tensor] = field(default_factory=dict)  # what layers have read, and the first values
 
     def part(self, chosen: list[int]) -> "ReferenceRow":
         """Return the row of some of its tokens, each where it was."""
         real, positions = [self.real[t] for t in chosen], [self.positions[t] for t in chosen]
         order, lengths = [self.order[t] for t in chosen], [self.lengths[t] for t in chosen]
-        return replace(self, real=real, positions=positions, order=order, lengths=lengths)
+        axes = None if self.axes is None else [self.axes[t] for t in chosen]
+        return replace(self, real=real, positions=positions, order=order, lengths=lengths, axes=axes)
 
     @cached_property
     def length(self) -> int:
@@ -100,6 +103,7 @@ class ReferenceInputs:
         types: Tensor | None = None,
         lengths: Tensor | None = None,
         global_mask: Tensor | None = None,
+        axes: Tensor | None = None,
     ) -> ReferenceRow:
         """Return one row of a batch; `lengths` [T] is how long it was as each of its tokens was read."""
         config, B = self.config, x.shape[0]
@@ -122,6 +126,7 @@ class ReferenceInputs:
             order=order,
             marked=None if global_mask is None else global_mask[number].tolist(),
             lengths=[longest] * len(own) if lengths is None else lengths.tolist(),
+            axes=None if axes is None else axes.expand(B, -1, -1)[number].tolist(),
         )
 
     def shortcuts(self, name: str, layer: int, x: Tensor, row: ReferenceRow) -> Tensor:
@@ -209,6 +214,13 @@ class ReferenceInputs:
         padded = torch.nn.functional.pad(x, (0, 0, width // 2, width // 2))
         return torch.einsum("oik,tik->to", kernel, padded.unfold(0, width, stride)) + bias
 
+    def places(self, row: ReferenceRow, t: int) -> Iterator[int]:
+        """Yield the position by which each pair of columns of one token rotates."""
+        if row.axes is None:
+            return itertools.repeat(row.positions[t])
+        pairs = zip(row.axes[t], self.config.rope_sections)
+        return itertools.chain.from_iterable(itertools.repeat(place, count) for place, count in pairs)
+
     def rotated(self, x: Tensor, row: ReferenceRow, window: int | None, layout: str | None = None) -> Tensor:
         """Rotate one head's queries or keys [T, E] by pairs, by an angle that grows with the position."""
         R, half = (
@@ -227,8 +239,8 @@ class ReferenceInputs:
         second = first + (R // 2 if half else 1)
         angles = torch.tensor(
             [
-                [place * speed for speed in speeds[length][0]]
-                for place, length in zip(row.positions, row.lengths)
+                [place * speed for place, speed in zip(self.places(row, t), speeds[length][0])]
+                for t, length in enumerate(row.lengths)
             ],
             dtype=torch.float64,
         )
