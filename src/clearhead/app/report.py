@@ -63,11 +63,7 @@ def table(
 
 
 def listing(
-    title: str,
-    columns: Mapping[str, Column],
-    items: Iterable[Any],
-    caption: str | None = None,
-    **style: Any,
+    title: str, columns: Mapping[str, Column], items: Iterable[Any], caption: str | None = None, **style: Any
 ) -> Table:
     """Return a table with a row for each item, from its columns by their headings; else as `table`."""
     rows = (

@@ -109,10 +109,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "look inside": {
         "explore": Command("open the explorer: inspect a model in the browser", "commands.models:explore"),
         "tokens": Command(
-            "tokenize a text, stage by stage",
-            "commands.prompts:tokens",
-            plot=False,
-            page=_of_run("stages"),
+            "tokenize a text, stage by stage", "commands.prompts:tokens", plot=False, page=_of_run("stages")
         ),
         "trace": Command(
             "follow the forward pass, step by step",
@@ -184,7 +181,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "prove": {
         "check": Command(
             "run the equality suite on a model, here", "commands.measure:check", plot=False, loads=("device",)
-        ),
+        )
     },
     "models": {
         "cost": Command(

@@ -119,13 +119,7 @@ def llama_like(
 
 
 LLAMA = llama_like(
-    "llama",
-    "Llama",
-    *shape(),
-    rope(),
-    *ATTENTION_BIAS,
-    FEEDFORWARD_BIAS,
-    fixed(only={"pretraining_tp": 1}),
+    "llama", "Llama", *shape(), rope(), *ATTENTION_BIAS, FEEDFORWARD_BIAS, fixed(only={"pretraining_tp": 1})
 )
 
 # Mistral: a window in every layer.

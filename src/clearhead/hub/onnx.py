@@ -389,10 +389,7 @@ def _check(model: Transformer, cache: bool) -> None:
         f"a cache of keys is for a decoder of text, and this is an {model.config.family} of "
         f"{model.config.input}: leave it out",
     )
-    refuse(
-        cache and model.main.spec.stateful,
-        "a layer of this model keeps no keys: leave the cache out",
-    )
+    refuse(cache and model.main.spec.stateful, "a layer of this model keeps no keys: leave the cache out")
     weight = next(model.parameters())
     plain = weight.dtype == torch.float32 and weight.device.type == "cpu"
     refuse(

@@ -8,17 +8,7 @@ from typing import Any
 
 from clearhead.core.config import ModelConfig
 from clearhead.errors import CheckpointError
-from clearhead.hub import (
-    bert,
-    gpt,
-    hybrids,
-    latent,
-    llama,
-    mixtures,
-    seq2seq,
-    vision,
-    vision_language,
-)
+from clearhead.hub import bert, gpt, hybrids, latent, llama, mixtures, seq2seq, vision, vision_language
 from clearhead.hub.architecture import Architecture
 from clearhead.hub.files import read_json_if_any
 from clearhead.hub.vision import SECTIONS, Tower, TowersTable

@@ -113,11 +113,7 @@ def two_ropes(
             not alike and near_scaling is not None,
             "config.json scales the rotation of layers with a window: supported there is rope_type default",
         )
-        return {
-            "rope_base": theta,
-            "rope_local_base": None if alike else near_theta,
-            "rope_scaling": scaling,
-        }
+        return {"rope_base": theta, "rope_local_base": None if alike else near_theta, "rope_scaling": scaling}
 
     def write(config: ModelConfig) -> Json:
         full = near = write_scaling(config, config.rope_base, config.rope_scaling)
@@ -133,10 +129,7 @@ def two_ropes(
 
 
 def read_scaling(
-    stated: Json,
-    theirs: Json,
-    kinds: tuple[str, ...] = tuple(KEYS_BY_KIND),
-    usual: int | None = None,
+    stated: Json, theirs: Json, kinds: tuple[str, ...] = tuple(KEYS_BY_KIND), usual: int | None = None
 ) -> RopeScaling | None:
     """Return the scaling a config states, of one of the `kinds`; None for plain rotary positions.
 

@@ -148,8 +148,7 @@ class VectorLayer:
                 wanted["residual.weight"] = (after, before)
         shapes = {name: tuple(value.shape) for name, value in self.weights.items()}
         refuse(
-            shapes != wanted,
-            f"a module {self.kind} has tensors {shapes} where what it reads needs {wanted}",
+            shapes != wanted, f"a module {self.kind} has tensors {shapes} where what it reads needs {wanted}"
         )
         return after
 
@@ -415,12 +414,7 @@ def _sparse(
 
 
 def _of_tokens(
-    how: Sentences,
-    parts: Parts,
-    reads: Mapping[str, Any],
-    named: Mapping[str, Any],
-    pylate: bool,
-    path: Path,
+    how: Sentences, parts: Parts, reads: Mapping[str, Any], named: Mapping[str, Any], pylate: bool, path: Path
 ) -> Sentences:
     """Add late interaction, and the layers on each token."""
     kinds = [kind for kind, _ in parts]

@@ -523,11 +523,7 @@ def _frame_roberta(
 
 
 def _frame(
-    tokenizer: Tokenizer,
-    kind: str,
-    settings: Settings,
-    special: dict[str, str],
-    ids: dict[str, Any],
+    tokenizer: Tokenizer, kind: str, settings: Settings, special: dict[str, str], ids: dict[str, Any]
 ) -> None:
     """Put the special tokens of a template around each text, if the vocabulary has them all."""
     begin = "bos " if settings.get("add_bos_token", kind == "CodeLlama") else ""

@@ -103,10 +103,7 @@ def open_weights(folder: Path, mapped: bool = True) -> dict[str, Entry]:
 
     Tensors of a `mapped` file are its pages, copied as they are written to: the file never changes by that.
     """
-    for name, index, opener in (
-        (WEIGHTS, INDEX, open_safetensors),
-        (PICKLED, PICKLED_INDEX, open_pickle),
-    ):
+    for name, index, opener in ((WEIGHTS, INDEX, open_safetensors), (PICKLED, PICKLED_INDEX, open_pickle)):
         if (entries := _opened(folder, name, index, partial(opener, mapped=mapped))) is not None:
             return entries
     raise CheckpointError(
@@ -214,8 +211,7 @@ def _span(path: Path, name: str, stated: Any, room: int) -> tuple[torch.dtype, S
     )
     whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in [*shape, start, stop])
     refuse(
-        not whole,
-        f"{wrong} has shape {shape!r} and offsets {start!r}, {stop!r}: they must be whole numbers",
+        not whole, f"{wrong} has shape {shape!r} and offsets {start!r}, {stop!r}: they must be whole numbers"
     )
     refuse(
         not start <= stop <= room,

@@ -115,11 +115,7 @@ class HeadPattern(Result):
 
     def summary(self) -> dict[str, Any]:
         """Return plain JSON values, in few numbers."""
-        return {
-            "head": str(self.head),
-            "entropy": plain(self.entropy),
-            "strongest": self.strongest.to_dict(),
-        }
+        return {"head": str(self.head), "entropy": plain(self.entropy), "strongest": self.strongest.to_dict()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values: the summary, and every number."""

@@ -420,8 +420,7 @@ class Trace(Sums):
         )
         layers = sorted({number for step in self.steps if (number := _layer(step)) is not None})
         refuse(
-            layer not in (None, *layers),
-            f"there is no layer {layer}: layers are {layers[0]} to {layers[-1]}",
+            layer not in (None, *layers), f"there is no layer {layer}: layers are {layers[0]} to {layers[-1]}"
         )
         rows: list[TraceRow] = []
         open_groups: tuple[str, ...] = ()

@@ -56,12 +56,7 @@ class Model(Bundle):
 
     @overload
     def generate(
-        self,
-        prompt: Given,
-        max_new_tokens: int = ...,
-        *,
-        num_return: int,
-        **options: Unpack[GenerateOptions],
+        self, prompt: Given, max_new_tokens: int = ..., *, num_return: int, **options: Unpack[GenerateOptions]
     ) -> list[Generation]: ...
 
     @overload
@@ -214,10 +209,7 @@ class Model(Bundle):
 
     @overload
     def classify(
-        self,
-        inputs: str | Pair | Image,
-        batch_size: int = ...,
-        labels: Sequence[str] | None = ...,
+        self, inputs: str | Pair | Image, batch_size: int = ..., labels: Sequence[str] | None = ...
     ) -> Classification: ...
 
     @overload

@@ -250,9 +250,7 @@ class Bundle:
         }
 
     def to(
-        self,
-        device: str | torch.device | torch.dtype | None = None,
-        dtype: str | torch.dtype | None = None,
+        self, device: str | torch.device | torch.dtype | None = None, dtype: str | torch.dtype | None = None
     ) -> Self:
         """Move the model to a device, or cast it to a dtype, or both; as PyTorch's `to`, in place.
 

@@ -214,8 +214,7 @@ def attending(model: object, kernel: str) -> AbstractContextManager[None]:
     long rows of masked kinds, where it serves (`variants.blocks`). All give the same numbers.
     """
     refuse(
-        kernel not in KERNELS,
-        f'no attention kernel is called "{kernel}": choose from {", ".join(KERNELS)}',
+        kernel not in KERNELS, f'no attention kernel is called "{kernel}": choose from {", ".join(KERNELS)}'
     )
     parts = (model if isinstance(model, nn.Module) else unwrapped(model)).modules()
     return _with([part for part in parts if isinstance(part, Attention)], "kernel", kernel)

@@ -108,11 +108,7 @@ def orthogonal_features(n_features: int, d_head: int, seed: int, independent: bo
     return (torch.cat(blocks)[:n_features] * lengths).float()
 
 
-FEATURES: dict[str, Callable[..., Features]] = {
-    "elu": elu,
-    "relu": relu,
-    "favor": favor,
-}
+FEATURES: dict[str, Callable[..., Features]] = {"elu": elu, "relu": relu, "favor": favor}
 
 
 def attend_linear(

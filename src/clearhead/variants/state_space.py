@@ -28,13 +28,7 @@ from clearhead.core.taps import SILENT, Tap
 from clearhead.variants.caches import KeysAndState
 from clearhead.variants.kinds import HybridKind, Mamba2Kind
 from clearhead.variants.linear import CHUNK, matmul
-from clearhead.variants.recurrent import (
-    RecurrentLayer,
-    RecurrentState,
-    convolution_step,
-    convolve,
-    decays,
-)
+from clearhead.variants.recurrent import RecurrentLayer, RecurrentState, convolution_step, convolve, decays
 from clearhead.variants.steps import Pass, Step, attention_steps, linear_step
 
 LARGEST_RATE = 16.0  # fresh decay rates are uniform up to here

@@ -228,13 +228,7 @@ def self_attention_steps(spec: StackSpec, run: Pass, name: str, T: int, kind: Ki
 
 
 def attention_steps(
-    spec: StackSpec,
-    run: Pass,
-    name: str,
-    T: int,
-    S: int,
-    sees: Kind,
-    kind: Literal["attention", "cross"],
+    spec: StackSpec, run: Pass, name: str, T: int, S: int, sees: Kind, kind: Literal["attention", "cross"]
 ) -> Iterator[Step]:
     """Yield the steps of one attention of T queries and S keys."""
     B, D, own = run.batch, spec.d_model, kind == "attention"

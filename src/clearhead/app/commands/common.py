@@ -38,8 +38,7 @@ Folder = Annotated[
     option("a model directory, clearhead's or Hugging Face's; or a GGUF file", metavar="DIR"),
 ]
 TokenIds = Annotated[
-    bool,
-    option('the text is token ids, such as "15 27 3"; JSON lines may have lists of them anyway'),
+    bool, option('the text is token ids, such as "15 27 3"; JSON lines may have lists of them anyway')
 ]
 Images = Annotated[
     tuple[Path, ...],
@@ -211,10 +210,7 @@ def token_ids(text: str) -> list[int]:
 
 def check_inputs(folder: Path, plot: Path | None = None) -> None:
     """Refuse a missing model or an unknown format of picture, before importing torch."""
-    refuse(
-        not folder.is_dir() and not is_gguf_file(folder) and not may_be_tower(folder),
-        no_model(folder),
-    )
+    refuse(not folder.is_dir() and not is_gguf_file(folder) and not may_be_tower(folder), no_model(folder))
     check_picture(plot)
 
 

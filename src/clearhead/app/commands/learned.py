@@ -374,11 +374,7 @@ def memories(
         tables = [_search_table(hits)]
     else:
         listed = [firing.neuron(name) for name in neuron] or firing.ranked(sort, top)
-        body |= {
-            "top": firing.top,
-            "depth": firing.depth,
-            "neurons": [memory.to_dict() for memory in listed],
-        }
+        body |= {"top": firing.top, "depth": firing.depth, "neurons": [memory.to_dict() for memory in listed]}
         tables = [neuron_list(listed)]
         if neuron:
             tables = [shown for memory in listed for shown in neuron_tables(memory)]

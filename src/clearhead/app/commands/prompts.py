@@ -44,11 +44,7 @@ Part = Literal["residual", "attention", "feedforward", "heads"]
 
 
 def tokens(
-    text: str,
-    *,
-    model: Path | None = None,
-    kind: TokenKind | None = None,
-    pair: str | None = None,
+    text: str, *, model: Path | None = None, kind: TokenKind | None = None, pair: str | None = None
 ) -> View:
     """Show how a text becomes tokens, in four stages: normalise, pre-split, subword model, post-process.
 

@@ -147,11 +147,7 @@ def record(
 
 
 def record_run(
-    run: PageRun,
-    name: str,
-    state: str = "",
-    second: PageRun | None = None,
-    examples: Examples = (),
+    run: PageRun, name: str, state: str = "", second: PageRun | None = None, examples: Examples = ()
 ) -> dict[str, Any]:
     """Return a run with all its views, as the page reads them from a file, and the selection it opens on.
 

@@ -270,10 +270,7 @@ class Session:
     def keep(self, run: PageRun) -> dict[str, Any]:
         """Remember a run; of many, forget the oldest."""
         count = len(run.prepared.tokens)
-        refuse(
-            count > MOST_TOKENS,
-            f"the text has {count:,} tokens: the page shows at most {MOST_TOKENS:,}",
-        )
+        refuse(count > MOST_TOKENS, f"the text has {count:,} tokens: the page shows at most {MOST_TOKENS:,}")
         name = f"r{next(self._count)}"
         self._runs[name] = run
         if len(self._runs) > KEPT:

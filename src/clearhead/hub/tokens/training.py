@@ -250,10 +250,7 @@ def unigram(order: Order) -> Tokenizer:
     # The trainer wants a place for every letter and the unknown token; letters for which there is no room
     # fall back on bytes.
     trainer = trainers.UnigramTrainer(
-        vocab_size=max(room, len(letters)) + 1,
-        unk_token=order.unk,
-        special_tokens=[],
-        show_progress=False,
+        vocab_size=max(room, len(letters)) + 1, unk_token=order.unk, special_tokens=[], show_progress=False
     )
     tokenizer.train_from_iterator(order.stream(ROOM["unigram"]), trainer)
     learned = [

@@ -296,11 +296,7 @@ def _wrong_tokens(inputs: Inputs, their_model: Any) -> float:
         read = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
     else:
         source, prompt = source[:1], inputs.main[:1, :1]
-        read = {
-            **_read(inputs, source),
-            "decoder_input_ids": prompt,
-            "decoder_start_token_id": int(prompt),
-        }
+        read = {**_read(inputs, source), "decoder_input_ids": prompt, "decoder_start_token_id": int(prompt)}
     their_model.generation_config = type(their_model.generation_config)()  # no rules of the model's own
     from transformers import GenerationMixin
 

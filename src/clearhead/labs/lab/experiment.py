@@ -354,11 +354,7 @@ def pace(device: str) -> float:
 def write_report(findings: Findings, folder: Path, command: str) -> Path:
     """Write results.json, then the report with its pictures; return the report."""
     folder.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "command": command,
-        "device": device_name(findings.setting.device),
-        "torch": torch.__version__,
-    }
+    facts = {"command": command, "device": device_name(findings.setting.device), "torch": torch.__version__}
     return _leave(findings, facts, report_text(findings, facts), folder)
 
 

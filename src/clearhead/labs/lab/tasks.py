@@ -165,9 +165,7 @@ POOLING = Experiment(
     question="Should a classifier read the first token, or the mean of all?",
     arms={"class token": "cls", "mean": "mean"},
     run=run_pooling,
-    claims={
-        "The mean is learned sooner than a class token.": Claim("accuracy", "class token", "mean", 0.0),
-    },
+    claims={"The mean is learned sooner than a class token.": Claim("accuracy", "class token", "mean", 0.0)},
     figures={"accuracy": "share of unseen names of characters whose general category is found"},
     pictures=(Picture("loss", "Loss while training", "step", "nats", curve="curve"),),
     seconds=30,

@@ -151,8 +151,7 @@ def _record(row: Any, place: str) -> dict[str, Any]:
     if isinstance(row, list | tuple):
         row = {str(number): cell for number, cell in enumerate(row, 1)}
     refuse(
-        not isinstance(row, Mapping),
-        f"{place} is a {type(row).__name__}: give texts, dictionaries or tuples",
+        not isinstance(row, Mapping), f"{place} is a {type(row).__name__}: give texts, dictionaries or tuples"
     )
     return {str(name): plain_cell(cell, f"{place}, `{name}`") for name, cell in row.items()}
 

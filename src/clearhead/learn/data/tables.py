@@ -143,11 +143,7 @@ def column_names(first: Sequence[str], header: bool) -> tuple[str, ...]:
 
 
 def read_table(
-    path: Path,
-    format: str,
-    header: bool,
-    names: Sequence[str] = (),
-    how: Reading = STRICT,
+    path: Path, format: str, header: bool, names: Sequence[str] = (), how: Reading = STRICT
 ) -> Iterator[Record]:
     """Yield the rows of a TSV or CSV file; `names` replace those that `column_names` gives."""
     first = 0  # the line with the first row

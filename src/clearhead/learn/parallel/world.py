@@ -155,10 +155,7 @@ class World:
         return bool(any_flag)
 
     def clip(
-        self,
-        parameters: Sequence[nn.Parameter],
-        most: float,
-        counted: Sequence[nn.Parameter],
+        self, parameters: Sequence[nn.Parameter], most: float, counted: Sequence[nn.Parameter]
     ) -> Tensor:
         """Scale the gradients so that their norm over the whole model is `most` at most; return it [] before.
 

@@ -124,8 +124,7 @@ def _readable(m: Bundle, image: Any) -> preprocessor.Image:
     )
     given = isinstance(image, torch.Tensor) and image.is_floating_point()
     refuse(
-        not m.images and not given,
-        f"this model has no {PREPROCESSOR}: add it, or give pixels as a tensor",
+        not m.images and not given, f"this model has no {PREPROCESSOR}: add it, or give pixels as a tensor"
     )
     return cast(preprocessor.Image, image)
 

@@ -20,15 +20,7 @@ from clearhead.hub.tokens.text import decoded
 from clearhead.learn.batches.ragged import Rows, for_device, padded, real_tokens
 from clearhead.learn.data.conll import Tagging, by_labels
 from clearhead.learn.tasks.images import ImagePrompt
-from clearhead.learn.tasks.results import (
-    Answer,
-    Candidate,
-    Classification,
-    Generation,
-    Span,
-    Tags,
-    Word,
-)
+from clearhead.learn.tasks.results import Answer, Candidate, Classification, Generation, Span, Tags, Word
 from clearhead.run.bundle import Bundle
 from clearhead.variants.contexts import evaluating
 
@@ -70,12 +62,7 @@ def fitting(m: Bundle) -> str:
 
 @torch.inference_mode()
 def outputs_of(
-    m: Bundle,
-    rows: Rows,
-    types: Rows,
-    batch_size: int | None,
-    logits: str,
-    seen: Sequence[int] | None = None,
+    m: Bundle, rows: Rows, types: Rows, batch_size: int | None, logits: str, seen: Sequence[int] | None = None
 ) -> Iterator[tuple[list[int], Output, Tensor]]:
     """Run the model on rows of like length: yield the numbers of a batch, the output and the mask [B, T].
 

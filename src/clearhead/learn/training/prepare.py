@@ -442,12 +442,7 @@ def encode_batches(
 
 
 def settled(
-    recipe: Recipe,
-    task: Task,
-    labels: tuple[str, ...],
-    loaded: Model,
-    train: Batches,
-    precision: str,
+    recipe: Recipe, task: Task, labels: tuple[str, ...], loaded: Model, train: Batches, precision: str
 ) -> Recipe:
     """Fill in everything the recipe leaves open: this is `train.toml`, which a resumed run reads."""
     plan = recipe.train

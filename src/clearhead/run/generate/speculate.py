@@ -26,15 +26,7 @@ from clearhead.core.transformer import Transformer
 from clearhead.errors import refuse
 from clearhead.run.generate.decode import PREFILL_CHUNK, prefill
 from clearhead.run.generate.request import FILTERS, Request
-from clearhead.run.generate.sequence import (
-    Drafter,
-    Prompts,
-    Proposal,
-    Roll,
-    adjust_by,
-    distribution,
-    draw,
-)
+from clearhead.run.generate.sequence import Drafter, Prompts, Proposal, Roll, adjust_by, distribution, draw
 from clearhead.run.generate.stream import agreed
 from clearhead.variants.mtp import states_after
 

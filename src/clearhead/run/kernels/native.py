@@ -33,11 +33,7 @@ from clearhead.run.kernels.library import (
     VIEW,
     library,
 )
-from clearhead.run.kernels.parts import (
-    Direct,
-    is_known,
-    original,
-)
+from clearhead.run.kernels.parts import Direct, is_known, original
 from clearhead.run.kernels.training import OF_TRAINING
 from clearhead.run.quant.layers import QuantizedLinear, QuantizedTable, QuantizedWeight
 from clearhead.variants.caches import RingKV

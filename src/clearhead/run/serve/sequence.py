@@ -22,15 +22,7 @@ from clearhead.run.bundle import Bundle
 from clearhead.run.generate.decode import check_request
 from clearhead.run.generate.diffusion import Denoiser, Unmasked
 from clearhead.run.generate.request import DEFAULTS, OPTIONS, UNUSED
-from clearhead.run.generate.sequence import (
-    Drafter,
-    Prompts,
-    Proposal,
-    Sampler,
-    Sequence,
-    argmax,
-    logprobs_of,
-)
+from clearhead.run.generate.sequence import Drafter, Prompts, Proposal, Sampler, Sequence, argmax, logprobs_of
 from clearhead.run.generate.stream import agreed
 from clearhead.run.serve.adapters import Adapter
 from clearhead.run.serve.kv_cache import Chunk, Group, Pool, PrefixKey, States, Table, chain

@@ -19,11 +19,7 @@ from clearhead.learn.tasks.generation import check_draft
 from clearhead.run.bundle import Bundle
 from clearhead.run.generate.decode import check_steps_back, steps_back
 from clearhead.run.generate.sequence import Drafter
-from clearhead.run.generate.speculate import (
-    DraftModel,
-    MTPDrafter,
-    drafters_for,
-)
+from clearhead.run.generate.speculate import DraftModel, MTPDrafter, drafters_for
 from clearhead.run.kernels.prepare import prepared
 from clearhead.run.serve.kv_cache import Chunk
 from clearhead.run.serve.limits import Limits

@@ -114,10 +114,7 @@ class Tag(ClassTask):
         """Measure accuracy over words, and F1 of whole spans."""
         flat, wanted = ([answer for row in rows for answer in row] for rows in (predicted, expected))
         tags, right = ([[labels[index] for index in row] for row in rows] for rows in (predicted, expected))
-        return {
-            "accuracy": (METRICS["accuracy"], flat, wanted),
-            "span_f1": (METRICS["span_f1"], tags, right),
-        }
+        return {"accuracy": (METRICS["accuracy"], flat, wanted), "span_f1": (METRICS["span_f1"], tags, right)}
 
     def missing(self, predicted: Answers, expected: Answers, labels: Sequence[str]) -> str:
         """Say where the data has spans and none is predicted."""
