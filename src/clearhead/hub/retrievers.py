@@ -145,9 +145,9 @@ class LateInteraction:
         if not marker:
             return None
         ids = (tokenizer.token_to_id(name) for name in (marker, marker.strip()))
-        found = next((token for token in ids if token is not None), None)
-        refuse(found is None, f"the tokenizer has no token {marker!r}, which marks a {role}: add it")
-        return found
+        token_id = next((token for token in ids if token is not None), None)
+        refuse(token_id is None, f"the tokenizer has no token {marker!r}, which marks a {role}: add it")
+        return token_id
 
     def expanded(self, ids: list[int], tokenizer: Tokenizer, special: Mapping[str, int]) -> list[int]:
         """Return a query with the copies that make it longer."""
@@ -209,8 +209,8 @@ def _length(stated: Stated, key: str, path: Path) -> int | None:
 
 def _lengths(stated: Stated, keys: Mapping[str, str], path: Path, usual: Mapping[str, int]) -> dict[str, int]:
     """Return the most tokens by role, under these keys of a file, or as usual."""
-    found = {role: _length(stated, key, path) or usual.get(role) for role, key in keys.items()}
-    return {role: length for role, length in found.items() if length is not None}
+    lengths = {role: _length(stated, key, path) or usual.get(role) for role, key in keys.items()}
+    return {role: length for role, length in lengths.items() if length is not None}
 
 
 LENGTHS = {"query": "query_length", "document": "document_length"}

@@ -1,14 +1,14 @@
 """Which tokens an answer came from: by path through every head, by occlusion, by gradient x input.
 
-    found = paths(m, "The cat sat on the", against=" floor")
-    found.direct["3"]                     # [H, R, S] of layer 3: what each head brings, by source token
-    found.sources, found.rest             # [T] by source token; what came by no head
-    found.strongest(5)                    # edges, the largest first
+    result = paths(m, "The cat sat on the", against=" floor")
+    result.direct["3"]                     # [H, R, S] of layer 3: what each head brings, by source token
+    result.sources, result.rest             # [T] by source token; what came by no head
+    result.strongest(5)                    # edges, the largest first
     looks(m, "The cat sat on the", "3.1", reader=4, source=1).terms   # what made it look there
     reads(m, "The cat sat on the", layer=2, reader=4).edges           # what a feed-forward read
-    found = occlusion(m, "a dull film", token="bad")
-    found.units, found.dropped            # "a", "dull", "film"; what the logit loses without each
-    found.gradient                        # a first-order estimate of the same, from one backward pass
+    result = occlusion(m, "a dull film", token="bad")
+    result.units, result.dropped            # "a", "dull", "film"; what the logit loses without each
+    result.gradient                        # a first-order estimate of the same, from one backward pass
 
 A head's output at a reader is its pattern times its values. With every norm held at its actual size the logit
 is linear in that output, so pattern x value x output, read on the logit, is one number for each source token.
@@ -265,9 +265,11 @@ def _score_of(
                 vectors = {part: cut.leaves[name][0, place].detach()}
                 if name in dictionaries:
                     vectors = _features_of(cut, dictionaries[name], place, short)
-                made = {each: slope @ vector for each, vector in vectors.items()}
-                parts |= made
-                edges += [Edge(each, place, place, float(factor * (x @ other))) for each, x in made.items()]
+                projected = {each: slope @ vector for each, vector in vectors.items()}
+                parts |= projected
+                edges += [
+                    Edge(each, place, place, float(factor * (x @ other))) for each, x in projected.items()
+                ]
                 continue
             attention = next(
                 each for each in names.patterned(cut.prepared.m.config) if f"{each.part}.out" == name

@@ -1,8 +1,8 @@
 """Circuits: the edges between parts by which a model answers, and how much of the answer they carry alone.
 
-    found = circuit(m, "Ann met Tom. Ann", "Ann met Tom. Tom")       # score every edge, keep the fewest
-    found.edges[0], found.faithfulness                               # the strongest edge; 1: as the model
-    found.save("circuit.json"); Circuit.load("circuit.json").apply(m)  # a model without all other edges
+    result = circuit(m, "Ann met Tom. Ann", "Ann met Tom. Tom")       # score every edge, keep the fewest
+    result.edges[0], result.faithfulness                               # the strongest edge; 1: as the model
+    result.save("circuit.json"); Circuit.load("circuit.json").apply(m)  # a model without all other edges
     path_patch(m, clean, corrupt, "0.1 -> 1.0.k -> logits").share    # what goes by one path
 
 The edges are those of `edges`. An edge is cut when its reader sees, in place of what its writer gives in the

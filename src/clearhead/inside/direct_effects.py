@@ -295,7 +295,6 @@ class Effects:
         slopes: Mapping[str, Tensor],
     ) -> None:  # fmt: skip
         """Put in what sources add to some targets, from the slopes at leaves: [G, T, D] each.
-
         Leaves that are only added together have one slope. A feed-forward reads its own token alone.
         """
         rows, own = torch.arange(len(targets)), torch.full((len(targets),), -1)
@@ -315,8 +314,8 @@ class Effects:
                 reads = (own < 0) | (own == position)
                 if reads.any():
                     vectors = torch.stack([some[number].vector for number in sources])
-                    found = slope[rows[reads], position] @ vectors.T
-                    table[indices[reads][:, None], torch.tensor(sources)] = found
+                    scores = slope[rows[reads], position] @ vectors.T
+                    table[indices[reads][:, None], torch.tensor(sources)] = scores
             if sums is not None:
                 added = torch.stack([self.added[tap] for tap in taps]).sum(0)
                 if int(own[0]) >= 0:

@@ -415,7 +415,7 @@ def runs_of(m: Model, prompts: Sequence[PromptPair], metric: str, ablation: str,
     """Return the runs of some pairs of prompts."""
     refuse_unknown("metric", metric, get_args(Metric))
     refuse_unknown("ablation", ablation, get_args(Ablation))
-    graph, made, given = EdgeGraph.of(m.model), list[Run](), list[Mapping[str, Tensor]]()
+    graph, runs, given = EdgeGraph.of(m.model), list[Run](), list[Mapping[str, Tensor]]()
     for pair in prompts:
         first, second = prepare_both(m, pair.clean, pair.corrupt, pair.target)
         aligned(first.first_tokens, second.first_tokens)  # refuses unequal lengths
@@ -424,14 +424,14 @@ def runs_of(m: Model, prompts: Sequence[PromptPair], metric: str, ablation: str,
         (outputs, clean), (values, corrupt) = (_outputs(graph, run, column) for run in (first, second))
         good, bad, note = answers_of(choices, clean, corrupt, pair.answer, pair.wrong)
         final = wide(clean).log_softmax(-1).clamp(min=-1e30)
-        made.append(Run(graph, first, choices, column, good, bad, metric, outputs, values, final, note))
+        runs.append(Run(graph, first, choices, column, good, bad, metric, outputs, values, final, note))
         given += [outputs, values]
     if ablation == "zero":
-        return [replace(run, values={}) for run in made]
+        return [replace(run, values={}) for run in runs]
     if ablation == "mean":
         means = {name: torch.cat([y[name][0] for y in given]).mean(0)[None, None] for name in graph.writers}
-        return [replace(run, values=means) for run in made]
-    return made
+        return [replace(run, values=means) for run in runs]
+    return runs
 
 
 def _outputs(graph: EdgeGraph, run: inputs.Prepared, column: int) -> tuple[dict[str, Tensor], Tensor]:

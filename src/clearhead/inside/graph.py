@@ -1,11 +1,11 @@
 """Attribution graphs: which parts, at which tokens, led to a token, and by way of which other parts.
 
-    found = graph(m, "The capital of France is", token=" Paris")
-    found.nodes[-1].value, found.logit                 # what the logit is made of
-    found.edges[0]                                     # source, target, kind, value, share of the influence
-    found.save("graph.json")
+    result = graph(m, "The capital of France is", token=" Paris")
+    result.nodes[-1].value, result.logit                 # what the logit is made of
+    result.edges[0]                                     # source, target, kind, value, share of the influence
+    result.save("graph.json")
     graph(m, "The capital of France is", verify=True).difference   # of each edge from its intervention
-    without_edges(m, "The capital of France is", found.edges[:3], token=" Paris")   # with nothing held
+    without_edges(m, "The capital of France is", result.edges[:3], token=" Paris")   # with nothing held
 
 A node is an embedding, a head, or a feed-forward, at one token; with `features` (or `neurons`) a feed-forward
 is its active features and an error, what they leave over. With patterns, norm sizes and gates held (`held`)

@@ -1,8 +1,8 @@
 """Head roles: what each attention head does, measured on texts, next to the score of a uniform head.
 
-    found = head_roles(m)                      # or head_roles(m, ["The cat sat on the mat.", ...])
-    found.role("3.2"), found.named("previous") # "first", [AttentionHead, ...]
-    found.grid("induction")                    # [L, H], NaN where a head is pruned or the role cannot be
+    result = head_roles(m)                      # or head_roles(m, ["The cat sat on the mat.", ...])
+    result.role("3.2"), result.named("previous") # "first", [AttentionHead, ...]
+    result.grid("induction")                    # [L, H], NaN where a head is pruned or the role cannot be
 
 A role is a set of (query, key) pairs. Its score is the mean attention that goes to its keys, over the queries
 that have such a key and another one to choose from. Its baseline is the score of uniform attention under the

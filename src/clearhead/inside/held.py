@@ -85,10 +85,10 @@ def exact_copy(prepared: Prepared, dtype: torch.dtype = torch.float64) -> Prepar
         for kept in (part._forward_hooks, part._forward_pre_hooks)
     }
     m.model = copy.deepcopy(prepared.model, hooks).cpu().to(dtype).requires_grad_(False)
-    given = {name: getattr(prepared, name) for name in ("main", "source", "types", "vectors", "axes")}
-    given = {name: x if x is None else x.cpu().to(dtype if x.is_floating_point() else x.dtype)
-             for name, x in given.items()}  # fmt: skip
-    return Prepared(m, tokens=prepared.tokens, source_tokens=prepared.source_tokens, **given)
+    arguments = {name: getattr(prepared, name) for name in ("main", "source", "types", "vectors", "axes")}
+    arguments = {name: x if x is None else x.cpu().to(dtype if x.is_floating_point() else x.dtype)
+                 for name, x in arguments.items()}  # fmt: skip
+    return Prepared(m, tokens=prepared.tokens, source_tokens=prepared.source_tokens, **arguments)
 
 
 def on_cpu(prepared: Prepared) -> Prepared:
@@ -99,7 +99,7 @@ def on_cpu(prepared: Prepared) -> Prepared:
 
 def dictionaries_of(model: Transformer, features: Sequence[str | Path | Dictionary]) -> dict[str, Dictionary]:
     """Return dictionaries by the feed-forward output that they write."""
-    found: dict[str, Dictionary] = {}
+    by_output: dict[str, Dictionary] = {}
     for given in features:
         own = copy.deepcopy(given if isinstance(given, Dictionary) else load(given)).double().cpu()
         part = own.out.removesuffix(".out")
@@ -115,9 +115,9 @@ def dictionaries_of(model: Transformer, features: Sequence[str | Path | Dictiona
             f"the dictionary of {own.out} is of {own.d_in} dimensions, and this model has {width}: "
             "it was trained on another model",
         )
-        refuse(own.out in found, f"two dictionaries are of {own.out}: give one")
-        found[own.out] = own
-    return found
+        refuse(own.out in by_output, f"two dictionaries are of {own.out}: give one")
+        by_output[own.out] = own
+    return by_output
 
 
 # Holding ----------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@
     seen.layers, seen.columns                        # L + 1 layers, T tokens
     seen.top_names[3][-1]                            # the five best tokens after block 2, at the last token
     followed(m, "Once upon a time", " there")        # [L + 1, T] the probability of one answer
-    found = contributions(m, "The cat sat on the", token=" mat", against=" floor")
-    found.largest(5), found.total, found.logit       # total = logit
+    result = contributions(m, "The cat sat on the", token=" mat", against=" floor")
+    result.largest(5), result.total, result.logit       # total = logit
 
 The logit lens takes the state after a layer through the final norm, whose statistics are taken anew, and
 through the head, as if the layer were the last. For the last layer that is the model's own answer, bit for

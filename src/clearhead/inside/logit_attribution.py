@@ -3,8 +3,8 @@
 A part may lift every logit alike, which changes no probability. So where a softmax follows, a logit is that
 of its choice less the mean of all choices (`centred`), or less that of one other choice.
 
-    found = firing(m, "The cat sat on the", count=5)
-    found.neurons[0].name, found.neurons[0].value       # "2.117", in logits
+    result = firing(m, "The cat sat on the", count=5)
+    result.neurons[0].name, result.neurons[0].value       # "2.117", in logits
 
 A norm divides by a size that it measures. With that size held at its actual value the norm is linear, and a
 logit is a sum over everything that was added to the stream. A direction g stands for the number <g, x>;

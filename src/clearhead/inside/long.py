@@ -1,10 +1,10 @@
 """How a decoder language model does on long contexts: loss by position, retrieval, cost, scalings of RoPE.
 
-    found = long(m, "book.txt", scalings=("none", "yarn"))
-    found.perplexity.beyond.perplexity          # past the trained length
-    found.retrieval[0].right                    # passkey: length x depth
-    found.cost.slopes["seconds"]                # of log time against log length
-    found.scalings[1].perplexities              # yarn, at 1, 2 and 4 times the trained length
+    result = long(m, "book.txt", scalings=("none", "yarn"))
+    result.perplexity.beyond.perplexity          # past the trained length
+    result.retrieval[0].right                    # passkey: length x depth
+    result.cost.slopes["seconds"]                # of log time against log length
+    result.scalings[1].perplexities              # yarn, at 1, 2 and 4 times the trained length
 
 Retrieval asks for needles in a haystack. A needle is two words, the key, and a third, the value. It stands at
 some depth of a long context, whose end is the key again: the next token should be the first of the value.

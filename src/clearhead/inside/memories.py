@@ -1,9 +1,9 @@
 """The feed-forward as a memory (Geva et al. 2021): what fires each neuron, and what it promotes.
 
-    found = memories(m, texts)                           # one pass over the corpus, for every neuron
-    found.ranked("agreement", 5)                         # neurons whose contexts go on as they say
-    found.neuron("2.117").contexts                       # the tokens that fired it most
-    found.search("the")                                  # who promotes a token, and whom it fires
+    result = memories(m, texts)                           # one pass over the corpus, for every neuron
+    result.ranked("agreement", 5)                         # neurons whose contexts go on as they say
+    result.neuron("2.117").contexts                       # the tokens that fired it most
+    result.search("the")                                  # who promotes a token, and whom it fires
 
 A name such as "2.117" is layer 2, neuron 117; "2.0.117" has an expert between them, or the shared one,
 "2.shared.117"; "encoder.0.5" is in the stack before the head's.

@@ -4,8 +4,8 @@ Two prompts differ in a detail, and the model answers them differently. For each
 corrupt run is repeated with that one activation taken from the clean run. What is measured is the logit of
 the clean answer less that of the corrupt one, on a scale on which the corrupt run has 0 and the clean run 1.
 
-    found = patch(m, "Lily had a red ball", "Lily had a big ball", parts=("residual", "heads"))
-    found.maps[0].values                                    # [L + 1, T]
+    result = patch(m, "Lily had a red ball", "Lily had a big ball", parts=("residual", "heads"))
+    result.maps[0].values                                    # [L + 1, T]
     patch(m, "Paris is in", "New York is in", align="words")                  # prompts of unequal length
     patch(m, "Paris is in", "New York is in", subject=("Paris", "New York"))  # the spans that differ, by name
 

@@ -1,7 +1,7 @@
 """Probes: how well a linear classifier reads a property off the states of each layer, and what that is worth.
 
-    found = probe(m, "en_ewt-ud-train.conllu.gz", "upos", test="en_ewt-ud-dev.conllu.gz")
-    found.layers[3].accuracy, found.layers[3].selectivity
+    result = probe(m, "en_ewt-ud-train.conllu.gz", "upos", test="en_ewt-ud-dev.conllu.gz")
+    result.layers[3].accuracy, result.layers[3].selectivity
 
 A probe that is accurate may have learned the words by heart. So each has a second probe, of a control task
 (Hewitt & Liang 2019): every type of word has one label, drawn at random from the labels of the training

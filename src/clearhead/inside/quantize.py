@@ -1,8 +1,8 @@
 """A quantized model, and what rounding cost: errors by layer, perplexity and divergence on a text.
 
-    found = quantize(m, bits=4, text="book.txt", method="gptq")
-    found.model.save("small")
-    found.after.perplexity / found.before.perplexity
+    result = quantize(m, bits=4, text="book.txt", method="gptq")
+    result.model.save("small")
+    result.after.perplexity / result.before.perplexity
 
 One half of the text is for calibration and for finding sensitive parts. What is reported is measured on the
 other half.
@@ -242,7 +242,7 @@ def _sensitivity(
     ids = next(read.rows(0, lambda *told: None, ""))
     names = list(dict.fromkeys(name.rpartition(".")[0] for name in linear_names(model) if "." in name))
     parts = [name for name in names if name != "head"]
-    found = []
+    tried_layers = []
     with evaluating(model):
         reference = log_probabilities(model, ids)
         for number, part in enumerate(parts):
@@ -254,5 +254,5 @@ def _sensitivity(
             finally:
                 model.set_submodule(part, before)
             divergence = (reference.exp() * (reference - log)).sum() / ids.numel()
-            found.append(Sensitivity(part, float(divergence)))
-    return tuple(sorted(found, key=lambda tried: -tried.divergence))
+            tried_layers.append(Sensitivity(part, float(divergence)))
+    return tuple(sorted(tried_layers, key=lambda tried: -tried.divergence))

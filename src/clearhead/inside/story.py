@@ -1,8 +1,8 @@
 """Why this answer: the parts whose removal takes most from its probability, and what they read.
 
-    found = explain(m, "Tom Miller came. Then Tom")
-    found.sentence      # 'Head 4.4 copied “Miller” from 4 tokens back; without it 13 % → 1 %.'
-    found.effects[0]    # the part with the largest effect: its name and the probability without it
+    result = explain(m, "Tom Miller came. Then Tom")
+    result.sentence      # 'Head 4.4 copied “Miller” from 4 tokens back; without it 13 % → 1 %.'
+    result.effects[0]    # the part with the largest effect: its name and the probability without it
 
 Parts are heads and feed-forwards, each set to zero by itself, at every token, as `ablation.effect` does. Of a
 large model only candidates are tried: the parts with the largest gradient × activation, the heads of the

@@ -129,9 +129,9 @@ def fit_tuned(
         optimizer.step()
         on_step(step + 1, steps)
     tuned = Translators("tuned", matrix.detach(), bias.detach())
-    plain, found = divergences(m, held_out, None), divergences(m, held_out, tuned)
-    kept = torch.tensor([b < a for a, b in zip(plain, found)], device=where)[:, None]
-    best = tuple(min(pair) for pair in zip(plain, found))
+    plain, translated = divergences(m, held_out, None), divergences(m, held_out, tuned)
+    kept = torch.tensor([b < a for a, b in zip(plain, translated)], device=where)[:, None]
+    best = tuple(min(pair) for pair in zip(plain, translated))
     whole = torch.where(kept[..., None], tuned.matrix, torch.eye(width, device=where))
     return Translators("tuned", whole, torch.where(kept, tuned.bias, 0.0), plain, best)
 
@@ -170,9 +170,11 @@ def fit_jacobian(
                 [(x * real).sum(1).double() / weight for x in slopes]
             )
         on_step(done, len(rows))
-    found = Translators("jacobian", (total / len(rows)).float(), total.new_zeros(total.shape[:2]).float())
-    plain, bits = divergences(m, held_out, None), divergences(m, held_out, found)
-    return Translators("jacobian", found.matrix, found.bias, plain, bits)
+    translators = Translators(
+        "jacobian", (total / len(rows)).float(), total.new_zeros(total.shape[:2]).float()
+    )
+    plain, bits = divergences(m, held_out, None), divergences(m, held_out, translators)
+    return Translators("jacobian", translators.matrix, translators.bias, plain, bits)
 
 
 def divergences(m: Model, batches: Sequence[Batch], translators: Translators | None) -> tuple[float, ...]:

@@ -161,7 +161,6 @@ class Model(Bundle):
         **options: Any,
     ) -> Generation | list[Generation] | list[list[Generation]]:
         """Return what an encoder-decoder makes of a text.
-
         Beams, length penalty and length are generation_config.json's where it has them, else 4 beams and as
         many tokens as the model has positions, 256 at most. Options are those of `generate`; a temperature
         replaces the beams.
@@ -169,8 +168,8 @@ class Model(Bundle):
         own = {"max_new_tokens": max_new_tokens, "num_beams": num_beams, "length_penalty": length_penalty}
         request = {**own, "num_return": num_return, **options}
         single, prompts = as_prompts(text)
-        made = generation.translate(self, prompts, request, Hooks(on_text, cancel, draft))
-        return best_of_each(made, num_return, single)
+        generations = generation.translate(self, prompts, request, Hooks(on_text, cancel, draft))
+        return best_of_each(generations, num_return, single)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], max_new_tokens: int | None = None, **options: Any
@@ -270,12 +269,11 @@ class Model(Bundle):
 
     def fill(self, text: str | list[str], k: int = 5, batch_size: int = 32) -> Filled | list[Filled]:
         """Return the k best tokens for the mask in a text, with their probabilities.
-
         Several masks give a list for each. Each mask is filled on its own, the others left standing.
         """
-        found = reading.fill(self, [text] if isinstance(text, str) else text, k, batch_size)
-        made: list[Filled] = [masks[0] if len(masks) == 1 else masks for masks in found]
-        return made[0] if isinstance(text, str) else made
+        filled = reading.fill(self, [text] if isinstance(text, str) else text, k, batch_size)
+        single_or_list: list[Filled] = [masks[0] if len(masks) == 1 else masks for masks in filled]
+        return single_or_list[0] if isinstance(text, str) else single_or_list
 
     @overload
     def answer(self, question: str, context: str, **options: Unpack[reading.AnswerOptions]) -> Answer: ...

@@ -469,8 +469,8 @@ class Bundle:
 
     def _gguf_type(self, dtype: str | torch.dtype | None) -> str:
         """Return the type of GGUF that is asked for, or, where none is, the one that holds the weights."""
-        given = str(dtype or next(self.model.parameters()).dtype).removeprefix("torch.")
-        return {"float32": "F32", "float64": "F32", "bfloat16": "F32", "float16": "F16"}.get(given, given)
+        name = str(dtype or next(self.model.parameters()).dtype).removeprefix("torch.")
+        return {"float32": "F32", "float64": "F32", "bfloat16": "F32", "float16": "F16"}.get(name, name)
 
     def described(self) -> checkpoint.Description:
         """Return what the model is saved as: its architecture and config.json."""

@@ -63,36 +63,36 @@ def graph(
     m = model()
     from clearhead.inside.graph import graph as run
 
-    found = run(
+    traced = run(
         m, text, token, position, target, against, pair,
         features=features, neurons=neurons, scores=scores, nodes=nodes, verify=verify,
     ).merged(groups)  # fmt: skip
-    return View(found, [_table(found), *_lines(found)], drawing("prompts:draw_graph", found))
+    return View(traced, [_table(traced), *_lines(traced)], drawing("prompts:draw_graph", traced))
 
 
-def _table(found: Graph) -> Table:
+def _table(traced: Graph) -> Table:
     """Show the most influential edges."""
-    labels = {node.id: node.label for node in found.nodes}
+    labels = {node.id: node.label for node in traced.nodes}
     rows = [
         (edge.source, labels[edge.source], edge.target, labels[edge.target], edge.kind, f"{edge.value:+.4f}",
          f"{edge.influence:.3f}")
-        for edge in found.edges[:EDGES]
+        for edge in traced.edges[:EDGES]
     ]  # fmt: skip
     headings = ("from", "token", "to", "token", "kind", ">adds", ">influence")
-    return table(f"{found.logit_name}: {found.logit:.4f}", headings, rows)
+    return table(f"{traced.logit_name}: {traced.logit:.4f}", headings, rows)
 
 
-def _lines(found: Graph) -> list[str]:
+def _lines(tree: Graph) -> list[str]:
     """Say how much is shown, and what was tested."""
-    p, logit = found.probability, found.nodes[-1]
+    p, logit = tree.probability, tree.nodes[-1]
     lines = [
-        f"{len(found.nodes)} nodes carry {found.kept_nodes:.0%} of the influence, {len(found.edges)} edges "
-        f"{found.kept_edges:.0%} of that among them",
+        f"{len(tree.nodes)} nodes carry {tree.kept_nodes:.0%} of the influence, {len(tree.edges)} edges "
+        f"{tree.kept_edges:.0%} of that among them",
         f"the logit: {logit.value - logit.others - logit.bias:+.4f} from edges shown, {logit.others:+.4f} "
         f"from others, {logit.bias:+.4f} from biases" + ("" if p is None else f"; probability {p:.4f}"),
     ]
-    if found.difference is not None:
-        lines.append(f"tested by interventions: off by {found.difference:.1e} of the largest edge")
+    if tree.difference is not None:
+        lines.append(f"tested by interventions: off by {tree.difference:.1e} of the largest edge")
     return lines
 
 
@@ -190,15 +190,15 @@ def circuit(
             m, clean, corrupt, path, answer, wrong, metric=metric, position=position, target=target
         )
         return View(patched, _path_lines(patched))
-    found = run(
+    kept = run(
         m, clean, corrupt, answer, wrong, prompts=pairs, metric=metric, position=position, target=target,
         on_progress=on_progress, **search,
     )  # fmt: skip
     notes = []
     if save is not None:
-        found.save(save)
+        kept.save(save)
         notes = [f"saved {save}"]
-    return View(found, _circuit_tables(found), drawing("prompts:draw_circuit", found), notes)
+    return View(kept, _circuit_tables(kept), drawing("prompts:draw_circuit", kept), notes)
 
 
 def _read_pairs(path: Path) -> Iterator[tuple[str | None, ...]]:
@@ -226,30 +226,30 @@ def _path_lines(patched: PathPatch) -> Iterator[str]:
     )
 
 
-def _circuit_tables(found: Circuit) -> Iterator[Any]:
+def _circuit_tables(kept: Circuit) -> Iterator[Any]:
     """Show the strongest edges, and how much of the answer edges carry."""
-    pair, more = found.prompts[0], len(found.prompts) - 1
+    pair, more = kept.prompts[0], len(kept.prompts) - 1
     answers = "all answers" if pair.answer is None else f'"{pair.answer}"'
     answers += "" if pair.wrong is None else f', not "{pair.wrong}"'
     answers += f", and {more} more pairs" if more else ""
-    shown = found.edges[:LISTED]
-    title = f"{len(found.edges):,} of {found.n_edges:,} edges, by {found.method}: {answers}"
+    shown = kept.edges[:LISTED]
+    title = f"{len(kept.edges):,} of {kept.n_edges:,} edges, by {kept.method}: {answers}"
     yield table(
         title,
-        ("from", "to", f">{found.metric} lost without it"),
+        ("from", "to", f">{kept.metric} lost without it"),
         [(edge.writer, edge.reader, f"{edge.score:+.4f}") for edge in shown],
     )
-    if len(found.edges) > len(shown):
-        yield f"and {len(found.edges) - len(shown):,} weaker ones: --json and --save have all"
+    if len(kept.edges) > len(shown):
+        yield f"and {len(kept.edges) - len(shown):,} weaker ones: --json and --save have all"
     rows = [
         tuple(f"{value:,}" if isinstance(value, int) else f"{value:.3f}" for value in vars(point).values())
-        for point in found.curve
+        for point in kept.curve
         if point.edges
     ]
     headings = (">edges", ">faithfulness", ">completeness", ">random edges' faithfulness")
     yield table("what edges carry: 0 as with none, 1 as the model", headings, rows)
-    yield f"metric: {found.full:+.4f} with all edges, {found.empty:+.4f} with none ({found.ablation})"
-    if found.metric != "kl" and found.full <= found.empty:
+    yield f"metric: {kept.full:+.4f} with all edges, {kept.empty:+.4f} with none ({kept.ablation})"
+    if kept.metric != "kl" and kept.full <= kept.empty:
         yield "the answer is no likelier with all edges: choose prompts that the model answers differently"
 
 

@@ -392,8 +392,8 @@ def writing(path: Path | None, mode: Literal["w", "wb"] = "w") -> Iterator[Calla
     except OSError as error:
         raise InputError(f"{path} cannot be written: {error.strerror}") from None
 
-    def write(given: Any) -> None:
-        file.write(given if mode == "wb" else f"{given}\n")
+    def write(content: Any) -> None:
+        file.write(content if mode == "wb" else f"{content}\n")
         if not whole:
             file.flush()
 

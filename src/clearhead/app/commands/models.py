@@ -186,8 +186,8 @@ def explore(
         given, second = first_given(model, text, image)
         known = dictionaries_of(model, features)
         named = (folder.name or str(folder), given, target, pair or second)
-        made = record.record(model, *named, examples=findings.findings(model), features=known)
-        print(record.export(made, export))
+        recorded = record.record(model, *named, examples=findings.findings(model), features=known)
+        print(record.export(recorded, export))
         return
     from clearhead.hub.checkpoint import describe
 

@@ -24,14 +24,14 @@ _UNPREFIXED: Any = get_args(OmitArgPrefixes[int])[1]  # flags of a group without
 
 def _biases(texts: Sequence[str]) -> dict[int, float]:
     """Read ID=BIAS, such as 50256=-100, for each token."""
-    found = {}
+    biases = {}
     for text in texts:
         token, _, bias = text.partition("=")
         try:
-            found[int(token)] = float(bias)
+            biases[int(token)] = float(bias)
         except ValueError:
             raise InputError(f"--logit-bias {text}: give ID=BIAS, such as 50256=-100") from None
-    return found
+    return biases
 
 
 def _entry(name: str) -> tuple[str, Any, Any]:

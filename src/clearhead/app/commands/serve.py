@@ -108,9 +108,9 @@ def serve(
       clearhead serve my-model/ --retrieve notes.index
       torchrun --nproc-per-node 2 -m clearhead serve my-model/
     """
-    given = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
+    named = [(folder.resolve().name, folder), *(_named(stated, "model") for stated in model)]
     updates = dict(tuned := [_named(stated, "adapter") for stated in adapter])
-    folders, names = dict(given), [name for name, _ in (*given, *tuned)]
+    folders, names = dict(named), [name for name, _ in (*named, *tuned)]
     smaller = [] if draft is None or is_own(draft) else [draft]
     for folder in (*folders.values(), *updates.values(), *smaller):
         check_inputs(folder)
@@ -303,9 +303,9 @@ def _engine(
     return ServeEngine(m, limits, updates, smaller, processes)
 
 
-def _named(given: str, option: str) -> tuple[str, Path]:
-    name, equals, where = given.partition("=")
-    refuse(not (name and equals and where), f'--{option} "{given}" must be NAME=DIR')
+def _named(value: str, option: str) -> tuple[str, Path]:
+    name, equals, where = value.partition("=")
+    refuse(not (name and equals and where), f'--{option} "{value}" must be NAME=DIR')
     return name, Path(where)
 
 

@@ -345,8 +345,8 @@ def embed(
     )
 
     def compute(batch: list[dict[str, Any]]) -> list[Any]:
-        found = model.embed([read(name) for name in _texts(batch)], options.batch_size, prompt)
-        return list(found.tolist() if dense else (_spelled_out(model, vector) for vector in found))
+        vectors = model.embed([read(name) for name in _texts(batch)], options.batch_size, prompt)
+        return list(vectors.tolist() if dense else (_spelled_out(model, vector) for vector in vectors))
 
     options.run(
         {"text": text},

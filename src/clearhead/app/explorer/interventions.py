@@ -213,12 +213,12 @@ def graph_of(
     options: dict[str, Any] = {"neurons": neurons > 0, "scores": scores > 0, "nodes": GRAPH_NODES}
     options["features"] = run.features()
     options |= {"candidates": GRAPH_CANDIDATES, "on_progress": run.progress}
-    found = graph(run.m, run.prepared, token, position, against=against, **options)
-    edges = _from_the_answer(list(found.edges))[:GRAPH_EDGES]
+    traced = graph(run.m, run.prepared, token, position, against=against, **options)
+    edges = _from_the_answer(list(traced.edges))[:GRAPH_EDGES]
     ends = {"logit"}.union(*({edge.source, edge.target} for edge in edges))
-    nodes = [node for node in found.nodes if node.id in ends]
+    nodes = [node for node in traced.nodes if node.id in ends]
     wanted = ("column", "choice", "against", "centred", "probability", "logit", "kept_nodes", "scores")
-    body: dict[str, Any] = {name: getattr(found, name) for name in wanted}
+    body: dict[str, Any] = {name: getattr(traced, name) for name in wanted}
     shown = ("id", "kind", "layer", "position", "label", "stack")
     units = [node.id.split()[1].split("@")[0] for node in nodes if node.kind == "neuron"]
     known = _known_neurons(_corpus_of(run) if units else None, units)
@@ -404,16 +404,16 @@ PROMOTED = 6
 def dictionaries_of(m: Model, named: Sequence[str | Path] = ()) -> tuple[Dictionary, ...]:
     """Return the dictionaries that were named, else those in folders of the model's directory that fit."""
     if named:
-        given = tuple(load(path) for path in named)
-        refuse_unfit(m.model, given)
-        return given
-    found: dict[str, Dictionary] = {}
+        loaded = tuple(load(path) for path in named)
+        refuse_unfit(m.model, loaded)
+        return loaded
+    by_output: dict[str, Dictionary] = {}
     for path in sorted(m.folder.glob(f"*/{WEIGHTS}")) if m.folder is not None and m.folder.is_dir() else ():
         with suppress(ClearheadError):  # of another part, or of another model
             one = load(path.parent)
             refuse_unfit(m.model, [one])
-            found[one.out] = one
-    return tuple(found.values())
+            by_output[one.out] = one
+    return tuple(by_output.values())
 
 
 def known_features(run: PageRun, names: Sequence[str]) -> dict[str, dict[str, Any]]:

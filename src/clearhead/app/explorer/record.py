@@ -120,10 +120,10 @@ def single_file(record: dict[str, Any], notebook: bool = False) -> str:
 
 def stored_record(page: str) -> dict[str, Any]:
     """Return the record in a page that `single_file` made."""
-    found = re.search(r'<script type="text/plain" id="record">(.*?)</script>', page, re.DOTALL)
-    refuse(found is None, "this page holds no record: it is none that clearhead explore --export wrote")
-    assert found is not None
-    record: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(found[1])))
+    match = re.search(r'<script type="text/plain" id="record">(.*?)</script>', page, re.DOTALL)
+    refuse(match is None, "this page holds no record: it is none that clearhead explore --export wrote")
+    assert match is not None
+    record: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(match[1])))
     return record
 
 

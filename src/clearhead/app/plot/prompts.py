@@ -295,14 +295,14 @@ COLOURS = {
 }  # fmt: skip
 
 
-def draw_graph(found: Graph) -> Figure:
+def draw_graph(graph: Graph) -> Figure:
     """Draw nodes as dots by influence, edges by value: blue adds, red takes; dashed: by keys and queries."""
-    used, rows = _columns(found), list(dict.fromkeys(map(_graph_row, found.nodes)))
-    xy, middles = _points(found, used, rows)
+    used, rows = _columns(graph), list(dict.fromkeys(map(_graph_row, graph.nodes)))
+    xy, middles = _points(graph, used, rows)
     figure = canvas.new(max(6.0, 0.75 * middles[-1] + 3.0), max(4.0, 0.75 * len(rows) + 1.5))
     axes = figure.subplots()
-    most = max((edge.influence for edge in found.edges), default=1.0) or 1.0
-    for edge in reversed(found.edges):
+    most = max((edge.influence for edge in graph.edges), default=1.0) or 1.0
+    for edge in reversed(graph.edges):
         (x0, y0), (x1, y1) = xy[edge.source], xy[edge.target]
         share = edge.influence / most
         axes.annotate(
@@ -313,14 +313,14 @@ def draw_graph(found: Graph) -> Figure:
                 "connectionstyle": f"arc3,rad={0.25 if x0 == x1 else 0.0}",
             },
         )  # fmt: skip
-    for node in found.nodes:
+    for node in graph.nodes:
         x, y = xy[node.id]
         size = 20 + 120 * min(node.influence, 1.0) ** 0.5
         axes.scatter([x], [y], s=size, color=COLOURS[node.kind], zorder=3)
         name = node.label if node.kind == "logit" else node.id.partition("@")[0]
         words = canvas.plain(canvas.shortened(name, 22))
         axes.annotate(words, (x, y), (4, 4), textcoords="offset points", fontsize=6.5, zorder=4)
-    lists = {"encoder.": found.source_tokens, "": found.tokens}
+    lists = {"encoder.": graph.source_tokens, "": graph.tokens}
     names = ["" if at is None else lists[stack][at] for stack, at in used]
     labels = [canvas.plain(canvas.shortened(name)) for name in names]
     axes.set_xticks(middles, labels, rotation=40, ha="right", fontsize=8)
@@ -328,7 +328,7 @@ def draw_graph(found: Graph) -> Figure:
     axes.set_ylabel("earlier to later parts")
     axes.margins(x=0.06)
     axes.set_frame_on(False)
-    title = f"The {found.logit_name}: {found.logit:.2f}; {found.kept_nodes:.0%} of the influence"
+    title = f"The {graph.logit_name}: {graph.logit:.2f}; {graph.kept_nodes:.0%} of the influence"
     axes.set_title(canvas.plain(f"{title}; blue adds, red takes"), fontsize=10)
     return figure
 
@@ -337,9 +337,9 @@ def _column(node: Node) -> tuple[str, int | None]:
     return node.stack, node.position
 
 
-def _columns(found: Graph) -> list[tuple[str, int | None]]:
+def _columns(graph: Graph) -> list[tuple[str, int | None]]:
     """Return the tokens that have nodes, those of the encoder first, as stack and position."""
-    columns = {_column(node) for node in found.nodes}
+    columns = {_column(node) for node in graph.nodes}
     return sorted(columns, key=lambda column: (column[0] == "", -1 if column[1] is None else column[1]))
 
 
@@ -348,11 +348,11 @@ def _graph_row(node: Node) -> tuple[str, int | None, bool]:
 
 
 def _points(
-    found: Graph, columns: list[tuple[str, int | None]], rows: list[tuple[str, int | None, bool]]
+    graph: Graph, columns: list[tuple[str, int | None]], rows: list[tuple[str, int | None, bool]]
 ) -> tuple[dict[str, tuple[float, float]], list[float]]:
     """Return where each node is drawn, and the middle of each token's column, as wide as its fullest row."""
     together = defaultdict[tuple[int, int], list[Node]](list)
-    for node in found.nodes:
+    for node in graph.nodes:
         together[columns.index(_column(node)), rows.index(_graph_row(node))].append(node)
     wide = [
         max(len(nodes) for (at, _), nodes in together.items() if at == column)
@@ -392,12 +392,14 @@ MOST_EDGES = 60  # edges of a drawing: the strongest
 ROLES = {"q": "queries", "k": "keys", "v": "values"}
 
 
-def draw_circuit(found: Circuit) -> Figure:
+def draw_circuit(circuit: Circuit) -> Figure:
     """Draw the strongest edges from the embedding (below) to the output, and the curve of faithfulness."""
-    figure, grid = canvas.panels(12, 6.5, f"A circuit of {len(found.edges)} edges of {found.n_edges:,}", 1, 2)
-    _draw_edges(grid[0, 0], found)
+    figure, grid = canvas.panels(
+        12, 6.5, f"A circuit of {len(circuit.edges)} edges of {circuit.n_edges:,}", 1, 2
+    )
+    _draw_edges(grid[0, 0], circuit)
     axes = grid[0, 1]
-    points = [point for point in found.curve if point.edges]
+    points = [point for point in circuit.curve if point.edges]
     sizes = [point.edges for point in points]
     for name, colour, style in (
         ("faithfulness", BLUE, "-"),
@@ -406,7 +408,7 @@ def draw_circuit(found: Circuit) -> Figure:
     ):
         label = "as many edges at random" if name == "random" else name
         axes.plot(sizes, [getattr(point, name) for point in points], style, color=colour, label=label)
-    axes.axvline(max(len(found.edges), 1), color="black", linewidth=0.7, linestyle=":")
+    axes.axvline(max(len(circuit.edges), 1), color="black", linewidth=0.7, linestyle=":")
     axes.set_xscale("log")
     axes.set_xticks(sizes, list(map(str, sizes)), fontsize=8)
     axes.minorticks_off()
@@ -417,10 +419,10 @@ def draw_circuit(found: Circuit) -> Figure:
     return figure
 
 
-def _draw_edges(axes: Axes, found: Circuit) -> None:
+def _draw_edges(axes: Axes, circuit: Circuit) -> None:
     """Draw each part at the height of its place in the forward pass, and a line for every edge."""
-    edges = found.edges[:MOST_EDGES]
-    order = [] if found.graph is None else [*found.graph.writers, "logits"]
+    edges = circuit.edges[:MOST_EDGES]
+    order = [] if circuit.graph is None else [*circuit.graph.writers, "logits"]
     parts = {part for edge in edges for part in (edge.writer, *_parts(edge.reader, order))}
     ordered = sorted(parts, key=lambda part: order.index(part) if part in order else len(order))
     place: dict[str, tuple[float, float]] = {}

@@ -224,11 +224,11 @@ class AnswerParser:
         return True
 
     def _message(self) -> bool:
-        found = re.search(r"<\|(?:end|start|channel|return|call)\|>", self._text)
+        match = re.search(r"<\|(?:end|start|channel|return|call)\|>", self._text)
         kind: Literal["reasoning", "content"] = "reasoning" if self._channel == "reasoning" else "content"
-        if found:
-            self._add(kind, self._text[: found.start()])
-            self._text, self._state = self._text[found.end() :], self._header
+        if match:
+            self._add(kind, self._text[: match.start()])
+            self._text, self._state = self._text[match.end() :], self._header
             return True
         sure = self._sure(self._text, ["<|end|>", "<|start|>", HARMONY, RETURN, CALL])
         self._add(kind, sure)

@@ -337,9 +337,9 @@ class Merges:
         def merges_at(*places: int) -> Iterator[tuple[int, int, int]]:
             for place in places:
                 if place >= 0 and after[place] < end:
-                    found = self.pairs.get((tokens[place], tokens[after[place]]))
-                    if found is not None:
-                        yield found[0], place, found[1]
+                    merge = self.pairs.get((tokens[place], tokens[after[place]]))
+                    if merge is not None:
+                        yield merge[0], place, merge[1]
 
         queue = list(merges_at(*range(end)))
         heapify(queue)

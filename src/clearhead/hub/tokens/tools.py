@@ -66,14 +66,14 @@ class Tool:
         return {"type": "function", "function": described}
 
 
-def tools_of(given: Sequence[Any]) -> list[Tool]:
+def tools_of(functions: Sequence[Any]) -> list[Tool]:
     """Return tools from entries as OpenAI's API has them, or from typed Python functions with docstrings."""
     refuse(
-        not isinstance(given, list | tuple),
+        not isinstance(functions, list | tuple),
         "tools must be a list, each a function or an entry of OpenAI's API",
     )
-    refuse(len(given) > MOST_TOOLS, f"{len(given)} tools: at most {MOST_TOOLS}")
-    tools = [_tool(number, described) for number, described in enumerate(given)]
+    refuse(len(functions) > MOST_TOOLS, f"{len(functions)} tools: at most {MOST_TOOLS}")
+    tools = [_tool(number, described) for number, described in enumerate(functions)]
     names = [tool.name for tool in tools]
     twice = next((name for name in names if names.count(name) > 1), None)
     refuse(twice, f'two tools are called "{twice}": give each another name')
@@ -264,20 +264,20 @@ def without_tools(
 
     `system`: the template takes a system message; else the tools stand before what the user says first.
     """
-    found = [_without_tools(message) for message in messages]
+    bare = [_without_tools(message) for message in messages]
     if tools:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         text = INSTRUCTIONS.format(tools=lines)
-        place = next((n for n, message in enumerate(found) if message.get("role") == "user"), 0)
+        place = next((n for n, message in enumerate(bare) if message.get("role") == "user"), 0)
         place = 0 if system else place
-        if found and found[place].get("role") == ("system" if system else "user"):
-            own = found[place].get("content") or ""
+        if bare and bare[place].get("role") == ("system" if system else "user"):
+            own = bare[place].get("content") or ""
             refuse(not isinstance(own, str), f"messages.{place}.content must be a text where there are tools")
             both = (own, text) if system else (text, own)
-            found[place] = {**found[place], "content": "\n\n".join(filter(None, both))}
+            bare[place] = {**bare[place], "content": "\n\n".join(filter(None, both))}
         else:
-            found.insert(0, {"role": "system", "content": text})
-    return found
+            bare.insert(0, {"role": "system", "content": text})
+    return bare
 
 
 def _without_tools(message: Message) -> dict[str, Any]:
@@ -351,9 +351,9 @@ class ToolFormat:
                 second: str | None = _tail(render, 2, short)
             except InputError:  # one call at a time
                 second = None
-            found = _derived(self, first, second, short)
-            if found is not None:
-                return found
+            marks = _derived(self, first, second, short)
+            if marks is not None:
+                return marks
         raise InputError(f"tools are not taken: {first_line(refused)}")
 
     @property
@@ -364,8 +364,8 @@ class ToolFormat:
     @property
     def marker(self) -> str:
         """What begins calls wherever it is written; empty where only the whole answer can be a call."""
-        found = MARKER.match(self.head)
-        return found[0] if found else ""
+        match = MARKER.match(self.head)
+        return match[0] if match else ""
 
     def new_id(self) -> str:
         """Return an id for a call."""

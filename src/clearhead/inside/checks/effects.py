@@ -92,23 +92,23 @@ def _prepared(inputs: Inputs) -> Prepared:
 
 
 def _contributions(inputs: Inputs) -> float:
-    found = contributions(inputs.model, _prepared(inputs))
-    return abs(found.total - found.logit) / max(1.0, abs(found.logit))
+    terms = contributions(inputs.model, _prepared(inputs))
+    return abs(terms.total - terms.logit) / max(1.0, abs(terms.logit))
 
 
 def _score(inputs: Inputs) -> float:
     worst = 0.0
     for attention in names.patterned(inputs.model.config):
-        found = looks(inputs.model, _prepared(inputs), f"{attention}.0", 0, 0)
-        total = math.fsum((found.rest, found.position, *(term.value for term in found.terms)))
-        worst = max(worst, abs(total - found.score) / max(1.0, abs(found.score)))
+        score = looks(inputs.model, _prepared(inputs), f"{attention}.0", 0, 0)
+        total = math.fsum((score.rest, score.position, *(term.value for term in score.terms)))
+        worst = max(worst, abs(total - score.score) / max(1.0, abs(score.score)))
     return worst
 
 
 def _graph(inputs: Inputs) -> float:
-    found = graph(inputs.model, _prepared(inputs), verify=True, nodes=24)
-    assert found.difference is not None
-    return found.difference
+    traced = graph(inputs.model, _prepared(inputs), verify=True, nodes=24)
+    assert traced.difference is not None
+    return traced.difference
 
 
 WAY, POINTS = 1 / 64, 4  # of integrated gradients: how far to another input, and slopes on the way

@@ -42,13 +42,13 @@ def read_texts(m: Model, data: Data) -> Iterable[Any]:
     both = m.config.family == "encoder-decoder"
     refuse(m.config.main.input != "tokens", "features are trained on models that read tokens: "
            f"this one reads {m.config.main.input}")  # fmt: skip
-    given = [data] if isinstance(data, str | Path) else list(data)
-    refuse(not given, "no data was given: name a file or a folder, or give texts")
-    paths = [str(path) for path in given if isinstance(path, Path) or Path(str(path)[:255]).exists()]
+    sources = [data] if isinstance(data, str | Path) else list(data)
+    refuse(not sources, "no data was given: name a file or a folder, or give texts")
+    paths = [str(path) for path in sources if isinstance(path, Path) or Path(str(path)[:255]).exists()]
     if not paths and not isinstance(data, str | Path):
-        yield from given
+        yield from sources
         return
-    plan = DataPlan(paths=tuple(map(str, given)), task="seq2seq" if both else None)
+    plan = DataPlan(paths=tuple(map(str, sources)), task="seq2seq" if both else None)
     for row in open_data(plan, split=False).validation:  # type: ignore[union-attr]
         if isinstance(row, Pair) and both:
             yield row.source, row.target

@@ -328,7 +328,7 @@ def train_ladder(
 # The experiment -------------------------------------------------------------------------------------------
 
 
-def draw_law(points: Sequence[Point], found: Prediction, trained: Point | None = None) -> Figure:
+def draw_law(points: Sequence[Point], prediction: Prediction, trained: Point | None = None) -> Figure:
     """Draw the loss by size for each amount of text, the fitted law, and a size beyond the ladder."""
     figure, axes = single(
         7, 4.8, "Loss by size and text", "weights outside the token table", "nats a token", grid="both"
@@ -337,7 +337,7 @@ def draw_law(points: Sequence[Point], found: Prediction, trained: Point | None =
     sizes = np.geomspace(min(point.weights for point in points), largest, 60)
     for tokens in sorted({point.tokens for point in points}):
         rungs = [point for point in points if point.tokens == tokens]
-        line = axes.plot(sizes, [found.law.loss(size, tokens) for size in sizes], linewidth=1)[0]
+        line = axes.plot(sizes, [prediction.law.loss(size, tokens) for size in sizes], linewidth=1)[0]
         axes.scatter(
             [point.weights for point in rungs],
             [point.loss for point in rungs],
@@ -346,18 +346,18 @@ def draw_law(points: Sequence[Point], found: Prediction, trained: Point | None =
             label=f"{tokens / 1e6:.3g} M tokens",
         )
     if trained is not None:
-        reach = [[found.loss - found.low], [found.high - found.loss]]
+        reach = [[prediction.loss - prediction.low], [prediction.high - prediction.loss]]
         axes.errorbar(
             [trained.weights],
-            [found.loss],
+            [prediction.loss],
             np.maximum(reach, 0),
             color="black",
             fmt="_",
             capsize=4,
             label="predicted",
         )
-        if found.by_size is not None:
-            alone = [found.by_size.loss(size, trained.tokens) for size in sizes]
+        if prediction.by_size is not None:
+            alone = [prediction.by_size.loss(size, trained.tokens) for size in sizes]
             axes.plot(sizes, alone, color="black", linewidth=1, linestyle="--", label="by size alone")
         axes.scatter([trained.weights], [trained.loss], marker="*", color="black", s=60, label="trained")
     axes.set_xscale("log")

@@ -206,15 +206,15 @@ Columns = tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.float64]]
 
 def _counts(ids: NDArray[np.uint64], order: int) -> list[Columns]:
     """Return the n-grams of each length from one token on, their contexts, and their counts."""
-    found: list[Columns] = []
+    columns: list[Columns] = []
     last: NDArray[np.intp] | None = None  # where each n-gram that is one token longer ends
     for length in reversed(range(min(order, len(ids)))):
         keys, before = _hashes(ids, length)
         ends = np.arange(len(keys)) if last is None else last - length
         grams, first, counts = np.unique(keys[ends], return_index=True, return_counts=True)
-        found.append((grams, before[ends[first]], counts.astype(np.float64)))
+        columns.append((grams, before[ends[first]], counts.astype(np.float64)))
         last = ends[first] + length
-    return found[::-1]
+    return columns[::-1]
 
 
 def _size(counts: NDArray[np.float64], contexts: NDArray[np.uint64], rarest: int) -> int:

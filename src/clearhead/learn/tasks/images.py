@@ -256,7 +256,7 @@ def taken(m: Bundle, messages: Sequence[Message], files: bool = True) -> tuple[l
             images.append(image)
         return {"type": IMAGE}
 
-    found: list[Message] = []
+    opened: list[Message] = []
     for number, message in enumerate(messages):
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list):
@@ -264,8 +264,8 @@ def taken(m: Bundle, messages: Sequence[Message], files: bool = True) -> tuple[l
                 **message,
                 "content": [part_of(part, f"messages.{number}.content") for part in content],
             }
-        found.append(message)
-    return found, images
+        opened.append(message)
+    return opened, images
 
 
 def _of_url(given: Any, channels: int, place: str, most: int) -> np.ndarray[Any, Any]:

@@ -222,14 +222,14 @@ def warnings_of(log: Sequence[Mapping[str, Any]]) -> list[Warned]:
     validated = [
         line for line in log if line["event"] == "validated" and line["metrics"].get("loss") is not None
     ]
-    found = [*_spikes(stepped), *_steep(stepped), *_stuck(stepped), *_memorised(stepped, validated)]
+    warned = [*_spikes(stepped), *_steep(stepped), *_stuck(stepped), *_memorised(stepped, validated)]
     skipped = [line for line in log if line["event"] == "skipped"]
     if skipped:
         many = f"{skipped[-1]['skipped']:,} steps were skipped: their loss or gradient was not finite"
-        found.append(
+        warned.append(
             Warned(skipped[-1]["step"], "skipped", f"{many}. Lower train.lr, or use train.precision=float32.")
         )
-    return sorted(found)
+    return sorted(warned)
 
 
 def _spikes(stepped: Sequence[Mapping[str, Any]]) -> Iterator[Warned]:

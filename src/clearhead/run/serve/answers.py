@@ -170,7 +170,6 @@ class Choices:
         self, on_update: Callable[[int, ServedSequence, str], None] | None = None, admitted: bool = False
     ) -> None:
         """Submit every choice of every prompt, or none; `on_update` is called from the engine.
-
         `admitted`: the engine keeps room for this request.
         """
         for name in self.options.keys() & CONSTRAINTS:
@@ -180,9 +179,9 @@ class Choices:
                 first: ServedSequence | None = None
                 for seed in self.seeds:
                     tell = None if on_update is None else partial(on_update, len(self.seqs))
-                    given = self.options | {"seed": seed}
+                    options = self.options | {"seed": seed}
                     joined = admitted or bool(self.seqs)
-                    seq = self.engine.submit(prompt, given, self.serving, tell, first, joined)
+                    seq = self.engine.submit(prompt, options, self.serving, tell, first, joined)
                     first = first or seq
                     self.seqs.append(seq)
         except BaseException:
@@ -264,8 +263,8 @@ class Choices:
 
     def _choice(self, number: int, seq: ServedSequence) -> dict[str, Any]:
         """Return a choice as the chunks of a stream would tell it, put together."""
-        found = seq.wait(0)
-        *chunks, last = self._chunks(Update(number, found.text or "", len(found.ids), True))
+        result = seq.wait(0)
+        *chunks, last = self._chunks(Update(number, result.text or "", len(result.ids), True))
         choice: dict[str, Any] = {"index": number, "finish_reason": last.pop("finish_reason")}
         choice |= self._joined(number, chunks)
         choice["logprobs"] = functools.reduce(join_reports, (chunk["logprobs"] for chunk in chunks), None)
@@ -349,9 +348,14 @@ class Choices:
         """Return the numbers of prompt and new tokens."""
         prompted = {id(seq.after or seq): seq for seq in self.seqs}.values()  # choices share a prompt
         read, cached = sum(seq.prompt_tokens for seq in prompted), sum(seq.cached for seq in prompted)
-        made = sum(len(seq.ids) for seq in self.seqs)
+        generated = sum(len(seq.ids) for seq in self.seqs)
         details = {"prompt_tokens_details": {"cached_tokens": cached}}
-        return {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made, **details}
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": generated,
+            "total_tokens": read + generated,
+            **details,
+        }
 
 
 @dataclass

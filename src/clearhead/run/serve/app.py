@@ -172,11 +172,11 @@ def make_server(
 
     def engine_of(name: str | None) -> tuple[str, ServeEngine]:
         known = served()
-        found = next(iter(known)) if name is None else name
-        if found not in known:
-            line = f'model "{found}"{nearest(found, known)} is not here: {", ".join(known)} are'
+        wanted = next(iter(known)) if name is None else name
+        if wanted not in known:
+            line = f'model "{wanted}"{nearest(wanted, known)} is not here: {", ".join(known)} are'
             raise RequestError(line, "model_not_found", 404, "model")
-        return found, known[found]
+        return wanted, known[wanted]
 
     def reader_of(name: str | None) -> tuple[str, ServeEngine]:
         """Return what answers with the model's own vectors, classes or scores."""
@@ -259,9 +259,9 @@ def make_server(
         embeddings.check_dimensions(engine.m, body.dimensions)
         if body.truncate in (None, False, "NONE"):
             await run_in_threadpool(embeddings.check_lengths, engine.m, body.texts(), body.prompt_name)
-        found = await read(engine, body.texts(), embeddings.embedding(body.prompt_name), request)
-        found = embeddings.cut(found, body.dimensions)
-        chunks = embeddings.written(name, found, as_base64, pooling)
+        rows = await read(engine, body.texts(), embeddings.embedding(body.prompt_name), request)
+        rows = embeddings.cut(rows, body.dimensions)
+        chunks = embeddings.written(name, rows, as_base64, pooling)
         return StreamingResponse(chunks, media_type="application/json")
 
     @app.post("/v1/embeddings")
@@ -275,16 +275,15 @@ def make_server(
     @app.post("/v1/classify")
     async def classify(body: protocol.TextsBody, request: Request) -> Response:
         name, engine = reader_of(body.model)
-        found = await read(engine, body.texts(), reading.classify, request)
+        results = await read(engine, body.texts(), reading.classify, request)
         data = [
             {"index": n, "label": result.label, "probability": result.probability, "scores": result.scores}
-            for n, result in enumerate(found)
+            for n, result in enumerate(results)
         ]
         return JSONResponse({"object": "list", "data": data, "model": name})
 
     async def scored(body: protocol.PairsBody, request: Request) -> tuple[list[float], dict[str, Any]]:
         """Return how well each document answers the query, by a model of pairs or by vectors.
-
         With it what both answers have in common: the model, and how many tokens were read.
         """
         name, engine = reader_of(body.model)
@@ -296,15 +295,15 @@ def make_server(
         else:
             asked, answering = map(embeddings.embedding, vectors.sides(m))
             if asked is answering:
-                found = await read(engine, [body.query, *documents], asked, request)
+                rows = await read(engine, [body.query, *documents], asked, request)
             else:
-                found = [
+                rows = [
                     *await read(engine, [body.query], asked, request),
                     *await read(engine, documents, answering, request),
                 ]
-            query, *others = (vector for vector, _ in found)
+            query, *others = (vector for vector, _ in rows)
             scores = await run_in_threadpool(vectors.compare, m, query, others)
-            tokens = sum(count for _, count in found)
+            tokens = sum(count for _, count in rows)
         return scores, {"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
     @app.post("/v1/rerank")
@@ -328,9 +327,9 @@ def make_server(
         engine = engine_of(body.model)[1]
         m = engine.m
         encoding = m.text_tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
-        found = {"tokens": encoding.ids, "token_strs": token_texts(m.text_tokenizer, encoding.ids)}
+        answer = {"tokens": encoding.ids, "token_strs": token_texts(m.text_tokenizer, encoding.ids)}
         # Made here: FastAPI would look at each token, in the loop that all others wait for.
-        return JSONResponse({**found, "count": len(encoding.ids), "max_model_len": engine.max_length})
+        return JSONResponse({**answer, "count": len(encoding.ids), "max_model_len": engine.max_length})
 
     @app.post("/detokenize")
     def detokenize(body: protocol.DetokenizeBody) -> Any:

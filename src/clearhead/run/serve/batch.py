@@ -219,10 +219,10 @@ def _answer(text: bytes, place: str) -> tuple[str, str]:
 
 def _object(text: str | bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 ROWS = 64  # of a shard
@@ -238,8 +238,8 @@ class RayAnswers:
     def __call__(self, shard: dict[str, Any]) -> dict[str, list[str]]:
         """Answer rows, given by name and JSON; return names and lines of answers."""
         rows = {str(name): json.loads(str(row)) for name, row in zip(shard["name"], shard["row"])}
-        found = list(answers_to(self.engine, self.name, rows, self.model))
-        return {"name": [name for name, _ in found], "line": [line for _, line in found]}
+        answers = list(answers_to(self.engine, self.name, rows, self.model))
+        return {"name": [name for name, _ in answers], "line": [line for _, line in answers]}
 
 
 def run_on_ray(

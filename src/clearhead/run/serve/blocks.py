@@ -43,10 +43,10 @@ class Block:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of a call; those that were cut are none."""
         try:
-            found = json.loads(self.text or "{}")
+            value = json.loads(self.text or "{}")
         except ValueError:
             return {}
-        return found if isinstance(found, dict) else {}
+        return value if isinstance(value, dict) else {}
 
 
 class Step(NamedTuple):
@@ -153,10 +153,10 @@ def chat_body(
 
 def function_of(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a tool as `/v1/chat/completions` takes it."""
-    given = {"name": name, "description": description, "parameters": parameters}
+    stated = {"name": name, "description": description, "parameters": parameters}
     return {
         "type": "function",
-        "function": {name: value for name, value in given.items() if value is not None},
+        "function": {name: value for name, value in stated.items() if value is not None},
     }
 
 

@@ -30,15 +30,15 @@ def embedding(prompt: str | None) -> Any:
 
 
 def _embed(prompt: str | None, m: Bundle, texts: abc.Sequence[str | list[int]]) -> list[Embedded]:
-    found, counts = vectors.embed_counted(m, texts, prompt=prompt)
-    numbers = [vector.weights if isinstance(vector, SparseVector) else vector for vector in found]
+    embedded, counts = vectors.embed_counted(m, texts, prompt=prompt)
+    numbers = [vector.weights if isinstance(vector, SparseVector) else vector for vector in embedded]
     refuse(
         not all(number.isfinite().all() for number in numbers),
         "the model gave a vector with NaN or infinite numbers: its weights are broken",
     )
     if m.sentences is None:  # a model of sentences says itself whether its vectors have length 1
-        found = nnf.normalize(found, dim=-1)
-    return list(zip(found, counts))
+        embedded = nnf.normalize(embedded, dim=-1)
+    return list(zip(embedded, counts))
 
 
 def check_dimensions(m: Bundle, dimensions: int | None) -> None:
@@ -53,11 +53,11 @@ def check_dimensions(m: Bundle, dimensions: int | None) -> None:
         raise RequestError(line, None, param="dimensions")
 
 
-def cut(found: abc.Sequence[Embedded], dimensions: int | None) -> abc.Sequence[Embedded]:
+def cut(embedded: abc.Sequence[Embedded], dimensions: int | None) -> abc.Sequence[Embedded]:
     """Return the first numbers of each vector, scaled to length 1 (Matryoshka); None: vectors as they are."""
     if dimensions is None:
-        return found
-    dense = ((vector, count) for vector, count in found if isinstance(vector, Tensor))
+        return embedded
+    dense = ((vector, count) for vector, count in embedded if isinstance(vector, Tensor))
     return [(nnf.normalize(vector[..., :dimensions], dim=-1), count) for vector, count in dense]
 
 
@@ -92,7 +92,7 @@ def check_format(m: Bundle, pooling: bool, as_base64: bool) -> None:
 
 
 def written(
-    model: str, found: abc.Sequence[Embedded], as_base64: bool, pooling: bool = False
+    model: str, embedded: abc.Sequence[Embedded], as_base64: bool, pooling: bool = False
 ) -> Iterator[str]:
     """Yield the answer chunk by chunk, so that no copy of all vectors is ever held.
 
@@ -100,17 +100,17 @@ def written(
     {"indices": [...], "values": [...]}.
     """
     kind, name = ("pooling", "data") if pooling else ("embedding", "embedding")
-    one = all(isinstance(row, Tensor) and row.ndim == 1 for row, _ in found)
+    one = all(isinstance(row, Tensor) and row.ndim == 1 for row, _ in embedded)
     step = TOGETHER if one else 1
     head = {"id": f"pool-{uuid.uuid4().hex}", "created": int(time.time())} if pooling else {}
     yield json.dumps({**head, "object": "list"})[:-1] + ', "data": ['
-    for at in range(0, len(found), step):
+    for at in range(0, len(embedded), step):
         rows = [
             json.dumps({"object": kind, "index": at + n, **_packed(name, row, as_base64)})
-            for n, (row, _) in enumerate(found[at : at + step])
+            for n, (row, _) in enumerate(embedded[at : at + step])
         ]
         yield (", " if at else "") + ", ".join(rows)
-    read = sum(count for _, count in found)
+    read = sum(count for _, count in embedded)
     usage = {"prompt_tokens": read, "total_tokens": read}
     yield f'], "model": {json.dumps(model)}, "usage": {json.dumps(usage)}}}'
 

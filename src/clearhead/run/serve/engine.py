@@ -392,7 +392,7 @@ class ServeEngine:
             seq.place(self.pool, self.shares)
         size, tables = self.limits.block, seq.tables
         most = (len(seq.prompt) - 1) // size if seq.serving.prompt_logprobs is None else 0
-        found = seq.adopt(most)
+        adopted = seq.adopt(most)
         if None in tables:
             if tables[None].missing(seq.sources) > tables[None].blocks.available:
                 return False
@@ -405,7 +405,7 @@ class ServeEngine:
                 for taken in tables.values():
                     taken.clear()
                 return False
-        seq.read = seq.planned = found * size
+        seq.read = seq.planned = adopted * size
         if seq.times.begun is None:
             self.stats.prefix_asked += len(seq.prompt)
             self.stats.prefix_found += seq.read

@@ -124,11 +124,11 @@ class AssistantMessage(FewFields):
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage, Field(discriminator="role")]
 
 
-def _content(given: Any) -> str | list[dict[str, Any]]:
+def _content(content: Any) -> str | list[dict[str, Any]]:
     """Return a text, or text blocks, as the content of a chat's message."""
-    if given is None or isinstance(given, str):
-        return given or ""
-    return content_of([block.text for block in given if isinstance(block, TextBlock)])
+    if content is None or isinstance(content, str):
+        return content or ""
+    return content_of([block.text for block in content if isinstance(block, TextBlock)])
 
 
 def messages_of(given: Sequence[Message], template: ChatTemplate) -> list[dict[str, Any]]:
@@ -145,16 +145,16 @@ def messages_of(given: Sequence[Message], template: ChatTemplate) -> list[dict[s
         messages += [_result(block, names) for block in results]
         if results and len(results) == len(blocks):
             continue
-        made: dict[str, Any] = {"role": message.role, "content": _content(message.content)}
+        plain: dict[str, Any] = {"role": message.role, "content": _content(message.content)}
         thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
         if thought and thinks:
-            made["reasoning_content"] = thought
+            plain["reasoning_content"] = thought
         calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
         names |= {block.id: block.name for block in calls}
         if calls:
-            made["content"] = made["content"] or None
-            made["tool_calls"] = [call_of(call.id, call.name, json.dumps(call.input)) for call in calls]
-        messages.append(made)
+            plain["content"] = plain["content"] or None
+            plain["tool_calls"] = [call_of(call.id, call.name, json.dumps(call.input)) for call in calls]
+        messages.append(plain)
     return messages
 
 

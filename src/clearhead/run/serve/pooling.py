@@ -122,10 +122,10 @@ class PoolingQueue:
 
     @staticmethod
     def _run(together: Sequence[tuple[PoolingRequest, list[Any]]]) -> None:
-        found = together[0][0].run([row for _, inputs in together for row in inputs])
+        results = together[0][0].run([row for _, inputs in together for row in inputs])
         at = 0
         for reading, inputs in together:
-            reading.keep(found[at : at + len(inputs)])
+            reading.keep(results[at : at + len(inputs)])
             at += len(inputs)
 
 
@@ -176,12 +176,12 @@ class InsideView:
     @functools.cached_property
     def _shapes(self) -> dict[str, list[tuple[int, ...]]]:
         """The shapes of every activation at two lengths of the text; those of a source are one longer."""
-        found: dict[str, list[tuple[int, ...]]] = {}
+        shapes: dict[str, list[tuple[int, ...]]] = {}
         for length in TRIED:
             source = [0] * (length + 1) if self.m.config.family == "encoder-decoder" else None
             for name, value in self._prepared([0] * length, source).record("*")[1].items():
-                found.setdefault(name, []).append(tuple(value.shape[1:]))
-        return found
+                shapes.setdefault(name, []).append(tuple(value.shape[1:]))
+        return shapes
 
     def _prepared(self, ids: list[int], source: list[int] | None) -> Prepared:
         return prepare(self.m, ids) if source is None else prepare(self.m, source, ids)
@@ -190,14 +190,14 @@ class InsideView:
     def look(self, names: Sequence[str], ids: list[int], source: Tensor | None) -> dict[str, Any]:
         """Return what was asked for by name, ready for JSON; `source` [1, S]."""
         given = None if source is None else source[0].tolist()
-        patterns, found = [name for name in names if name != LENS], {}
+        patterns, values = [name for name in names if name != LENS], {}
         if patterns:
             seen = self._prepared(ids, given).record(*patterns)[1]
-            found = {name: packed(value[0]) for name, value in seen.items()}
+            values = {name: packed(value[0]) for name, value in seen.items()}
         if LENS in names:
             read = lens(self.m, ids) if given is None else lens(self.m, given, ids)
-            found[LENS] = packed(vars(read))
-        return found
+            values[LENS] = packed(vars(read))
+        return values
 
 
 def _named(m: Model, pattern: str) -> list[str]:

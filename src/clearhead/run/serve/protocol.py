@@ -43,10 +43,10 @@ class FewFields(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MOST_FIELDS:
-            raise ValueError(f"{len(given)} fields: at most {MOST_FIELDS}")
-        return given
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"{len(value)} fields: at most {MOST_FIELDS}")
+        return value
 
 
 # Fields of OpenAI's API that change nothing in an answer: any value is taken.
@@ -89,13 +89,13 @@ class Body(FewFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_no_ops(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        unused = [name for name in given if name in cls.unused and name not in cls.model_fields]
+    def _drop_no_ops(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        unused = [name for name in body if name in cls.unused and name not in cls.model_fields]
         no_ops = cls.no_ops.keys() - cls.model_fields.keys()
-        unused += [name for name in no_ops if name in given and given[name] in (None, *cls.no_ops[name])]
-        kept = {name: value for name, value in given.items() if name not in unused}
+        unused += [name for name in no_ops if name in body and body[name] in (None, *cls.no_ops[name])]
+        kept = {name: value for name, value in body.items() if name not in unused}
         if kept.get("top_k") == -1:  # all tokens, in vLLM's words
             kept["top_k"] = 0
         return kept
@@ -127,14 +127,14 @@ def closed(schema: Any) -> Any:
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
-    for name in made.keys() & {"properties", "$defs", "definitions"}:
-        if isinstance(made[name], dict):
-            made[name] = {key: closed(each) for key, each in made[name].items()}
-    if "properties" in made:
-        return made if made.keys() & set(COMBINED) else {"additionalProperties": False, **made}
-    return made | {
-        name: closed(made[name]) for name in made.keys() & {"items", "prefixItems", "anyOf", "oneOf"}
+    result = dict(schema)
+    for name in result.keys() & {"properties", "$defs", "definitions"}:
+        if isinstance(result[name], dict):
+            result[name] = {key: closed(each) for key, each in result[name].items()}
+    if "properties" in result:
+        return result if result.keys() & set(COMBINED) else {"additionalProperties": False, **result}
+    return result | {
+        name: closed(result[name]) for name in result.keys() & {"items", "prefixItems", "anyOf", "oneOf"}
     }
 
 
@@ -167,16 +167,16 @@ class StructuredOutputs(FewFields):
 MOST_BIASES = 10_000  # of one request
 
 
-def _biases(given: Any) -> Any:
+def _biases(value: Any) -> Any:
     """Return biases by number; a key of JSON is text."""
-    if not isinstance(given, dict):
-        return given
-    wrong = next((key for key in given if not re.fullmatch(r"[0-9]{1,9}", str(key))), None)
+    if not isinstance(value, dict):
+        return value
+    wrong = next((key for key in value if not re.fullmatch(r"[0-9]{1,9}", str(key))), None)
     if wrong is not None:
         raise ValueError(f'"{wrong!s:.20}" is no id of a token, such as "50256"')
-    if len(given) > MOST_BIASES:
-        raise ValueError(f"{len(given)} tokens: at most {MOST_BIASES}")
-    return {int(key): bias for key, bias in given.items()}
+    if len(value) > MOST_BIASES:
+        raise ValueError(f"{len(value)} tokens: at most {MOST_BIASES}")
+    return {int(key): bias for key, bias in value.items()}
 
 
 Bias = Annotated[float, Field(ge=BIAS.least, le=BIAS.most)]
@@ -253,8 +253,8 @@ class GenerationBody(with_options(Body)):  # type: ignore[misc]
         )
         named = {name: getattr(self, stated.http) for name, stated in OPTIONS.items() if stated.http}
         left_out = ("seed", *CONSTRAINTS)
-        given = {name: value for name, value in named.items() if value is not None and name not in left_out}
-        return OPENAI_DEFAULTS | given | self.constraint()
+        chosen = {name: value for name, value in named.items() if value is not None and name not in left_out}
+        return OPENAI_DEFAULTS | chosen | self.constraint()
 
     def seeds(self, count: int) -> list[int]:
         """Return the seed of each choice."""
@@ -284,19 +284,19 @@ class CompletionBody(GenerationBody):
     @property
     def candidates(self) -> int:
         """How many texts to generate for each prompt, of which the `n` most probable are given."""
-        wanted, made = self.n or 1, self.best_of or self.n or 1
-        refuse(made < wanted, f"best_of {made} is less than n {wanted}: raise best_of, or lower n")
+        wanted, drawn = self.n or 1, self.best_of or self.n or 1
+        refuse(drawn < wanted, f"best_of {drawn} is less than n {wanted}: raise best_of, or lower n")
         refuse(
-            made > wanted and self.stream,
-            f"best_of {made} with stream: which of them are the best is known at the end: leave stream out",
+            drawn > wanted and self.stream,
+            f"best_of {drawn} with stream: which of them are the best is known at the end: leave stream out",
         )
-        return made
+        return drawn
 
     def prompts(self) -> list[str | list[int]]:
         """Return every prompt."""
-        given: Any = self.prompt
-        single = isinstance(given, str) or (given and isinstance(given[0], int))
-        prompts = [given] if single else list(given)
+        prompt: Any = self.prompt
+        single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        prompts = [prompt] if single else list(prompt)
         empty = not prompts or not (all(prompts) or self.suffix)
         refuse(empty, "prompt is empty: give one token at least")
         refuse(len(prompts) > MOST_INPUTS, f"{len(prompts)} prompts: at most {MOST_INPUTS} in one request")
@@ -428,8 +428,8 @@ class EmbeddingsBody(Body):
 
     def texts(self) -> list[str | list[int]]:
         """Return every text."""
-        given: Any = self.input
-        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        inputs: Any = self.input
+        return [inputs] if isinstance(inputs, str) or isinstance(inputs[0], int) else inputs
 
 
 class PairsBody(Body):

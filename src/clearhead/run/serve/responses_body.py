@@ -104,11 +104,11 @@ class ReferenceItem(FewFields):
     id: Name
 
 
-def _typed(given: Any) -> Any:
+def _typed(item: Any) -> Any:
     """Name the type of an item that a client may send without."""
-    if not isinstance(given, dict) or given.get("type") is not None:
-        return given
-    return {**given, "type": "message" if "role" in given else "item_reference"}
+    if not isinstance(item, dict) or item.get("type") is not None:
+        return item
+    return {**item, "type": "message" if "role" in item else "item_reference"}
 
 
 Item = Annotated[

@@ -119,10 +119,10 @@ def add_page(app: FastAPI, engines: Mapping[str, ServeEngine], host: str) -> Non
     def static(name: str = "index.html") -> Response:
         if name == "state":
             return Json({model: _state(engine) for model, engine in engines.items()}, headers=HEADERS)
-        found = page_files("clearhead.run.serve").get(name) or page_files().get(name)
-        if found is None:
+        file = page_files("clearhead.run.serve").get(name) or page_files().get(name)
+        if file is None:
             raise HTTPException(404, "there is no such file")
-        return Response(found[0], media_type=f"{found[1]}; charset=utf-8", headers=HEADERS)
+        return Response(file[0], media_type=f"{file[1]}; charset=utf-8", headers=HEADERS)
 
     @router.get("/open/{place}/{number}")
     def opened(place: int, number: int) -> Response:
@@ -152,8 +152,8 @@ def _read(seq: ServedSequence) -> str:
     """Return what the explorer is to read, as its address says it."""
     if seq.prompts.source is None:
         return urlencode({"ids": " ".join(map(str, seq.tokens))})
-    found = seq.result
-    text = "" if found is None else found.text or ""
+    result = seq.result
+    text = "" if result is None else result.text or ""
     return urlencode({"ids": " ".join(map(str, seq.prompts.source[0].tolist())), "written": text})
 
 

@@ -226,8 +226,8 @@ class PicturedBatches(Batches):
         targets = [each.where(torch.tensor(row.learned), IGNORE)[1:] for each, row in zip(ids, rows)]
         real = [torch.ones(len(each), dtype=torch.bool) for each in targets]
         mask = pad_sequence(real, batch_first=True)
-        vectors, found = zip(*map(self.vectors, numbers))
-        axes = [each for each in found if each is not None]
+        vectors, positions = zip(*map(self.vectors, numbers))
+        axes = [each for each in positions if each is not None]
         return Batch(
             pad_sequence([each[:-1] for each in ids], True, self.loaded.special.get("pad", 0)),
             pad_sequence(targets, True, IGNORE),

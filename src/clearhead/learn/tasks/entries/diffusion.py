@@ -152,10 +152,10 @@ class Diffusion(LanguageModel):
         masked, weights = masked_by(batch.noise, real, size or T)
         clean = batch.targets.where(real, batch.ids)
         ids = batch.ids.where(masked, clean)
-        given = {"ids": ids} if batch.mask is None else {"ids": ids, "mask": batch.mask}
+        arguments = {"ids": ids} if batch.mask is None else {"ids": ids, "mask": batch.mask}
         if size is not None:
-            given = with_clean_copy(ids, clean, batch.mask, size)
-        hidden = model(**given, logits="none").hidden[:, :T]  # B T D
+            arguments = with_clean_copy(ids, clean, batch.mask, size)
+        hidden = model(**arguments, logits="none").hidden[:, :T]  # B T D
         chunk = losses.default_chunk(model.config.vocab_size, hidden.device) if chunk is None else chunk
         wanted = batch.targets.where(masked, IGNORE)
         positions, each = losses.token_losses(model.head, hidden, wanted, chunk)
