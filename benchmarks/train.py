@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from benchmarks.common import (
+    RESULTS,
     MinimalGPT,
     alternate,
     by_processor,
@@ -469,6 +470,49 @@ def jobs(runs: list[dict[str, Any]], chosen: Sequence[str]) -> Iterator[Job | No
     yield from (("92M", arm, 0) for arm in (BASELINE, EVERYTHING))
 
 
+def draw_ladder() -> None:
+    """Draw the record: loss over tokens of the leading arms at two sizes, and what each arm needs of them."""
+    from matplotlib.figure import Figure
+
+    records = json.loads((RESULTS / "ladder_h200.json").read_text())["results"]
+    shares: dict[str, dict[str, float]] = {}
+    curves: dict[str, dict[str, list[list[float]]]] = {size: {} for size in TWO}
+    for record in records:
+        for size, rows in record["rows"].items():
+            for arm, row in rows.items():
+                shares.setdefault(arm, {})[size] = row["tokens"]["mean"]
+        for run in record["runs"]:
+            if run["seed"] == 0:
+                curves[run["size"]][run["arm"]] = run[f"{run['size']} over tokens"]
+        for size, cut in record.get("unfinished", {}).items():
+            curves[size] = {**cut, **curves[size]}
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    *plots, bars = figure.subplots(1, 3, width_ratios=[1, 1, 1.1])
+    leading = [arm for arm in (BASELINE, "rotary positions", "NorMuon with Polar Express") if arm in shares]
+    for plot, size in zip(plots, TWO):
+        for arm in [*leading, "Qwen3's parts and NorMuon", EVERYTHING]:
+            points = curves[size].get(arm, [])
+            plot.plot([x / 1e6 for x, _ in points], [y for _, y in points], label=arm)
+        plot.set(
+            title=f"{size} parameters",
+            xlabel="million tokens",
+            ylabel="nats a token, unseen text",
+            ylim=(4, 6),
+        )
+        plot.grid(alpha=0.3)
+    plots[0].legend(fontsize=8)
+    arms = sorted((arm for arm in shares if arm != BASELINE), key=lambda arm: -min(shares[arm].values()))
+    for size, mark in zip(TWO, "os"):
+        there = [arm for arm in arms if size in shares[arm]]
+        bars.plot([shares[arm][size] for arm in there], [arms.index(arm) for arm in there], mark, label=size)
+    bars.axvline(1, color="gray", lw=1)
+    bars.set(title="Share of the baseline's tokens", yticks=range(len(arms)), xlim=(0, 1.2))
+    bars.set_yticklabels(arms, fontsize=8)
+    bars.legend()
+    bars.grid(alpha=0.3)
+    figure.savefig(RESULTS.parents[1] / "docs" / "images" / "ladder_h200.png", dpi=100)
+
+
 def run_gpu_ladder() -> None:
     """Train the arms of the lab's ladder on a GPU, several side by side, and write each run down.
 
@@ -480,15 +524,21 @@ def run_gpu_ladder() -> None:
     validation as it came.
     """
     parser = case_parser(run_gpu_ladder)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=Path("data"))
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_ladder"))
     parser.add_argument("--runs", type=Path, default=Path("/tmp/ladder"))
     parser.add_argument("--side-by-side", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=490)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--arms", nargs="*", default=[], help="these alone, each with three seeds")
     parser.add_argument("--tiny", action="store_true", help="a trial on a CPU")
+    parser.add_argument(
+        "--redraw", action="store_true", help="draw the picture of the record, and train nothing"
+    )
     options = parser.parse_args()
+    if options.redraw:
+        draw_ladder()
+        return
     options.device = "cpu" if options.tiny else "cuda"
     for folder in (options.out, options.runs, options.runs / "cache"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -532,5 +582,6 @@ def run_gpu_ladder() -> None:
             )
     if options.save:
         save("ladder_h200", [body])
+        draw_ladder()
     for worker in multiprocessing.active_children():  # those that are not done
         worker.kill()

@@ -11,6 +11,7 @@ from tokenizers.pre_tokenizers import Split
 import clearhead as ch
 from clearhead.learn.data.examples import Corpus, Labelled
 from clearhead.learn.recipe import read_recipe, recipe_names
+from clearhead.learn.training.build import expected_config
 from clearhead.learn.training.events import Note
 from clearhead.learn.training.fit import FAR, PATIENCE, PATTERN, POINTS, fitted, names_of
 
@@ -40,7 +41,29 @@ def test_a_recipe_is_left_alone_whatever_the_data():
     for name in recipe_names():
         recipe = read_recipe(name)
         assert fitted(recipe, None, recipe.data.task or "lm", corpus(1000)) == (recipe, "")
-    assert fitted(read_recipe(None), frozenset(), "lm", corpus(1000), on_gpu=True) == (read_recipe(None), "")
+
+
+def test_for_much_text_and_on_a_gpu_the_architecture_alone_is_chosen():
+    plain = read_recipe(None)
+    much = corpus(int(POINTS["lm"][-1].amount * FAR * 1.1))
+    for data, on_gpu, width in ((much, False, 128), (much, True, 384), (corpus(1000), True, 384)):
+        recipe, line = fitted(plain, frozenset(), "lm", data, on_gpu)
+        assert "Qwen3's parts, trained by NorMuon" in line
+        assert (recipe.model["d_model"], recipe.train.optimizer, recipe.train.steps) == (
+            width,
+            "normuon",
+            None,
+        )
+        config = expected_config(recipe)
+        assert (config.positions, config.norm, config.qk_norm, config.gated) == (
+            "rope",
+            "rmsnorm",
+            "head",
+            True,
+        )
+    settings = ["train.optimizer=adamw"]
+    recipe, line = fitted(read_recipe(None, settings), names_of(settings), "lm", much)
+    assert line.endswith("Qwen3's parts") and not recipe.train.cautious_decay
 
 
 def test_what_is_set_stays_and_far_from_every_point_nothing_is_chosen():
@@ -48,9 +71,8 @@ def test_what_is_set_stays_and_far_from_every_point_nothing_is_chosen():
     recipe, line = fitted(read_recipe(None, settings), names_of(settings), "lm", corpus(1000))
     assert (recipe.train.lr, recipe.train.epochs, recipe.train.steps) == (0.5, 3, None)
     assert recipe.train.patience is None and "rate 0.5" in line and "steps" not in line
-    plain = read_recipe(None)
-    for amount in (POINTS["lm"][0].amount / FAR * 0.9, POINTS["lm"][-1].amount * FAR * 1.1):
-        assert fitted(plain, frozenset(), "lm", corpus(int(amount))) == (plain, "")
+    plain, little = read_recipe(None), corpus(int(POINTS["lm"][0].amount / FAR * 0.9))
+    assert fitted(plain, frozenset(), "lm", little) == (plain, "")
 
 
 def test_few_rows_choose_no_weights_and_hidden_tokens_go_with_the_tokens():

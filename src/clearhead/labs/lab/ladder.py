@@ -15,6 +15,7 @@ from typing import Any
 from clearhead.labs.lab.experiment import Claim, Conditions, Experiment, Numbers, Picture
 from clearhead.learn.recipe import Settings
 from clearhead.learn.training.events import Event, Stepped, Validated
+from clearhead.learn.training.fit import NORMUON, QWEN3, gated_width
 from clearhead.learn.training.run import train
 
 BASELINE, EVERYTHING = "baseline", "everything"
@@ -35,11 +36,6 @@ SHARED: Mapping[str, Any] = {
     },
 }
 MUON = {"train.optimizer": "muon"}
-NORMUON = {"train.optimizer": "normuon", "train.muon_coefficients": "polar-express"}
-QWEN3 = {
-    **{"model.positions": "rope", "model.norm": "rmsnorm", "model.bias": False, "model.qk_norm": "head"},
-    **{"model.activation": "silu", "model.gated": True},
-}
 ARMS: Mapping[str, Mapping[str, Any]] = {
     BASELINE: {},
     "rotary positions": {"model.positions": "rope"},
@@ -105,8 +101,8 @@ class Watch:
 
 def sized(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings in which a gated feed-forward, of three matrices, is as large as a plain one of two."""
-    width = settings["model.d_model"] * 8 // 3 // 16 * 16
-    return {**settings, "model.d_ff": width} if settings.get("model.gated") else dict(settings)
+    gated = {"model.d_ff": gated_width(settings["model.d_model"])} if settings.get("model.gated") else {}
+    return {**settings, **gated}
 
 
 def run_arm(changes: Mapping[str, Any], setting: Conditions) -> Numbers:

@@ -15,6 +15,7 @@ import numpy as np
 
 from clearhead.learn.data.examples import Corpus
 from clearhead.learn.recipe import Recipe, Settings
+from clearhead.learn.tasks.task import DECODER
 
 CHECKS, PATIENCE = 20, 10  # validations in a run; without progress, the last
 FAR = 8.0  # times the amount of a point, or a share of it, up to which the point says something
@@ -44,10 +45,32 @@ class Point:
         return {**size, **kind, "train.lr": self.rate, "data.batch_size": self.batch, **self.more}
 
 
+# With NorMuon they reach GPT-2's loss with a third of its tokens (`benchmarks/results/ladder_h200.json`).
+QWEN3 = {
+    **{"model.positions": "rope", "model.norm": "rmsnorm", "model.bias": False, "model.qk_norm": "head"},
+    **{"model.activation": "silu", "model.gated": True},
+}
+NORMUON = {"train.optimizer": "normuon", "train.muon_coefficients": "polar-express"}
+
+
+def gated_width(width: int) -> int:
+    """Return the width of a gated feed-forward, of three matrices, as large as a plain one of two."""
+    return width * 8 // 3 // 16 * 16
+
+
+def modern(large: bool, given: Set[str]) -> dict[str, Any]:
+    """Return the keys of a decoder for much text, at the task's usual size; `given`: see `fitted`."""
+    size = DECODER.middle if large else DECODER.small
+    shape = {f"model.{name}": value for name, value in size.items()}
+    own = {"model.base": "gpt2", "model.d_ff": gated_width(size["d_model"]), "train.floor": 0.02}
+    muon = {} if "train.optimizer" in given else {**NORMUON, "train.cautious_decay": True}
+    return {**own, **shape, **QWEN3, **muon}
+
+
 def decoder(width: int, length: int) -> dict[str, Any]:
     """Return the keys of Llama's architecture: rotary positions need fewer tokens than learned ones."""
     shape = {"model.base": "llama-1b-like", "model.n_kv_heads": 4, "model.max_positions": length}
-    return {**shape, "model.d_ff": width * 8 // 3 // 16 * 16, "model.tie_embeddings": True}
+    return {**shape, "model.d_ff": gated_width(width), "model.tie_embeddings": True}
 
 
 def encoder(**more: Any) -> dict[str, Any]:
@@ -112,10 +135,11 @@ def fitted(
     """Fill in what the amount of data decides -> the recipe, and a sentence on it ("": nothing was decided).
 
     `given`: the keys that the user has set; None: a recipe was named, which decides all. Language models were
-    measured in a CPU's minutes, in which a GPU does more. Pairs of texts were not measured.
+    measured in a CPU's minutes, in which a GPU does more: there, and for much text, the architecture alone is
+    chosen. Pairs of texts were not measured.
     """
     points, rows = POINTS.get(task), cast(Any, corpus.train)
-    if given is None or points is None or recipe.model or (task == "lm" and on_gpu):
+    if given is None or points is None or recipe.model:
         return recipe, ""
     if task in ("classify", "regress") and any(row.pair is not None for row in rows):
         return recipe, ""
@@ -123,6 +147,10 @@ def fitted(
         return recipe, ""
     amount, unit = (corpus.size, "bytes of text") if task == "lm" else (len(rows), "rows")
     apart = [abs(math.log(max(amount, 1) / point.amount)) for point in points]
+    if task == "lm" and (on_gpu or amount > FAR * points[-1].amount):
+        muon = "" if "train.optimizer" in given else ", trained by NorMuon"
+        line = f"by the data, {amount:,} {unit}: a decoder with Qwen3's parts{muon}"
+        return chosen(recipe, modern(on_gpu, given), given), line
     if min(apart) > math.log(FAR):
         return recipe, ""
     point, steps = points[apart.index(min(apart))], round(between(amount, points, [p.steps for p in points]))
@@ -134,10 +162,7 @@ def fitted(
         settings = {name: settings[name] for name in settings if not name.startswith(("tokens.", HIDDEN))}
     if any((getattr(recipe.parallel, size) or 1) > 1 for size in DIVIDING):  # none divides vectors of pairs
         settings = {name: settings[name] for name in settings if name not in PAIRS}
-    for name, value in settings.items():
-        section, key = name.split(".")
-        if name not in given:
-            recipe = recipe.replace(section, **{key: value})
+    recipe = chosen(recipe, settings, given)
     many = f"{point.layers} layer{'s' * (point.layers > 1)} of width {point.width}, dropout {point.dropout}"
     line = f"by the data, {amount:,} {unit}: {many}, rate {recipe.train.lr:g}"
     line += f", {steps:,} steps at most" if "train.steps" in settings else ""
@@ -148,6 +173,15 @@ def fitted(
         simple = "an n-gram model" if task == "lm" else "a linear model"
         line += f"; {simple} was better on our file of this size: compare by clearhead eval"
     return recipe, line
+
+
+def chosen(recipe: Recipe, settings: Mapping[str, Any], given: Set[str]) -> Recipe:
+    """Return the recipe with settings by their names, but for those that the user has set."""
+    for name, value in settings.items():
+        section, key = name.split(".")
+        if name not in given:
+            recipe = recipe.replace(section, **{key: value})
+    return recipe
 
 
 def between(amount: int, points: Sequence[Point], values: Sequence[float]) -> float:
