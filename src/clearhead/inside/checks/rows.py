@@ -23,6 +23,7 @@ from clearhead.core.cache import Cache
 from clearhead.core.config import ModelConfig
 from clearhead.core.dtypes import precise
 from clearhead.core.transformer import Output, Transformer
+from clearhead.hub.checkpoint import empty_model
 from clearhead.inside.interventions import ablating
 from clearhead.inside.lens import stopped_at
 from clearhead.inside.names import AttentionHead, attentions, states
@@ -373,8 +374,7 @@ def saved(inputs: Inputs, of_copy: list[float]) -> float:
 def _unlike_config(model: Transformer) -> float:
     """Return how many names, shapes, shared weights and plans of a model are not what its config says."""
     config = model.config
-    with torch.device("meta"):
-        right = Transformer(config)
+    right = empty_model(config)
     weights, wanted = (dict(some.named_parameters(remove_duplicate=False)) for some in (model, right))
     shapes = [{(name, weight.shape) for name, weight in some.items()} for some in (weights, wanted)]
     wrong = {name for name, _ in shapes[0] ^ shapes[1]}
