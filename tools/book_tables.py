@@ -29,6 +29,7 @@ MOST = 4  # systems named in a row
 REPORTS = Path(__file__).parents[1] / "docs" / "lab"
 
 
+@cache
 def described(cls: type) -> dict[str, str]:
     """Return what the source of a dataclass says about each of its fields, beside or above it."""
     found: dict[str, str] = {}
