@@ -102,6 +102,7 @@ def test_a_long_file_says_what_it_left_out(offline, tmp_path, monkeypatch):
     assert f"Each cell stands for {cells} tokens" in seen.texts("#attention-large")[0]
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_the_same(offline, tmp_path):
     """The frame that a notebook gets has the same values, and its links stay in it."""
     m, text = toy("decoder"), INPUTS["decoder"][0]

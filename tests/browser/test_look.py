@@ -35,6 +35,7 @@ def scenes(seen):
 
 
 @pytest.mark.parametrize("family", KINDS)
+@pytest.mark.slow
 def test_play_tells_the_numbers_of_this_run(live, family):
     """Each scene has the formula and the shape of a step of the trace; the shares are those of the head."""
     seen = live(family)

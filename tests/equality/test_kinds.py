@@ -275,6 +275,7 @@ def test_packed_documents_do_not_meet(family, attention):
 @pytest.mark.ledger("J1", "J2", "L7")
 @pytest.mark.parametrize("attention", [*LONG, *BLOCKS])
 @pytest.mark.parametrize("family", ["encoder", "decoder"])
+@pytest.mark.slow
 def test_blocks_are_the_dense_mask(family, attention, monkeypatch):
     """Rows so long that keys are gathered by blocks: plain, padded, packed, forward and backward."""
     plans, plan_blocks = [], blocks.plan_blocks

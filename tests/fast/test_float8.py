@@ -174,6 +174,7 @@ def test_a_run_learns_as_well_as_in_float32_and_says_what_it_does(text, tmp_path
 
 @pytest.mark.cpu
 @pytest.mark.ledger("H4")
+@pytest.mark.slow
 def test_stopped_and_resumed_it_ends_with_the_same_bits(text, tmp_path, monkeypatch):
     in_float8(monkeypatch)
     run(text, tmp_path / "whole", *WIDE)

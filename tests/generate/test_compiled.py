@@ -71,6 +71,7 @@ def same(ours, plain):
 
 @pytest.mark.ledger("G2", "G3")
 @pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.slow
 def test_the_compiled_step_gives_the_same_tokens(name):
     model, given = built(SHAPES[name]), prompts_of(SHAPES[name], seeds=[3, 4, 5])
     steps = Steps(model, backend="eager")

@@ -137,6 +137,7 @@ def holds(text: str, schema: dict) -> bool:
 
 
 @pytest.mark.parametrize("place", ["alone", "inside"])
+@pytest.mark.slow
 def test_numbers_of_a_schema_are_kept_to_the_last_digit_or_refused(m, place):
     """Of random schemas, with numbers beyond 2^53 and bounds close to each other, none is kept roughly."""
     kept, lines = 0, []
