@@ -23,7 +23,7 @@ from clearhead.inside.logit_attribution import firing
 from clearhead.inside.story import explain
 from clearhead.run.api import load
 from tests.explorer.toys import serving, toy, unpacked
-from tests.harness import scramble
+from tests.harness import build, scramble
 from tests.inside.test_heads import induction_models
 from tests.llava import sized_directory, tiled_directory
 from tests.test_speech import folder, sounds  # noqa: F401
@@ -272,3 +272,21 @@ def test_denoising_appears_step_by_step(offline, tmp_path):
     assert seen.texts("#denoising-place") == [f"step 1 of {len(kept)}"]
     seen.wait("() => document.getElementById('denoising-place').textContent.startsWith('step 2 ')")
     assert (seen.wrong, tried) == ([], [])
+
+
+def test_heads_of_hybrid_layers_are_shown_and_not_turned_off(watched):
+    """The page says that their state-space mixer has no pattern; the other layer's heads can be off."""
+    m = ch.Model(build(attention=("full", "hybrid(d_state=5)"), positions="rope", seed=2))
+    with serving(Opened("hybrid", lambda: m, {"ids": [3, 1, 4, 1, 5]})) as served:
+        seen = watched().open(served.url)
+        offered = {}
+        for name in ("0.1", "1.1"):
+            seen.page.evaluate("name => clearhead.store.set('head', name)", name)
+            seen.look("attention", f"#attention-head[data-head='{name}']")
+            offered[name] = seen.page.get_by_role("button", name=f"Turn off head {name}").count()
+        assert offered == {"0.1": 1, "1.1": 0}
+        assert "not the state-space mixer next to them: 1" in seen.page.inner_text("#attention")
+        assert len(seen.data("#attention [data-head^='1.'].head", "head")) == 4
+        seen.look("ablate", "[data-heads]")
+        assert {name.split(".")[0] for name in seen.data("#ablate [data-heads]", "heads")} == {"0"}
+        assert seen.wrong == []
