@@ -271,7 +271,7 @@ def compare(
 
 
 def run_speculate() -> None:
-    """Time speculation on the CPU, greedy, one row: tokens a second with and without guesses, in turn.
+    """Time speculation on the CPU, greedy, one row: tokens a second with and without drafts, alternating.
 
     Runs of the model per token are counted too. Each setting is what it says. `weights`: real stories260K
     weights tell a story and repeat themselves as much as they do. `periodic`: a 124M GPT-2 shape with

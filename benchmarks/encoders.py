@@ -57,7 +57,7 @@ def rate(rows: list[dict[str, Any]], key: str, normal: EnglishTextNormalizer) ->
 
 @torch.no_grad()
 def run_speech() -> None:
-    """Transcripts of real clips beside transformers' on the same weights, and the word error rate of both.
+    """Transcripts of real clips versus transformers' on the same weights, and the word error rate of both.
 
     python benchmarks/run.py speech MODEL_DIR SPEECH_DIR [--seconds 240] [--save]
 

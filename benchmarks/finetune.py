@@ -151,7 +151,7 @@ def held(row: dict[str, str]) -> bool:
 
 
 def run_dpo() -> None:
-    """Preference tuning (DPO), before and after, on held-out pairs, beside "choose the longer answer".
+    """Preference tuning (DPO), before and after, on held-out pairs, versus "choose the longer answer".
 
         python benchmarks/run.py dpo --data ../shared/data --weights smollm2/ --device cuda --out dpo.json
 
@@ -286,7 +286,7 @@ def their_inputs(batch) -> dict[str, torch.Tensor]:
 
 
 def run_dpo_trl() -> None:
-    """Losses of pairs beside trl's on the same batch: python benchmarks/run.py dpo_trl (pip install trl
+    """Losses of pairs versus trl's on the same batch: python benchmarks/run.py dpo_trl (pip install trl
     first).
 
     A tiny Llama with random weights, another as the reference, four pairs of unequal length. Ours are

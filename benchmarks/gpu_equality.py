@@ -426,7 +426,7 @@ def shown(row: dict[str, Any]) -> str:
 
 
 def run_flex() -> None:
-    """Gathered blocks beside `flex_attention` on a GPU: the same mask, forward and backward, equality and
+    """Gathered blocks versus `flex_attention` on a GPU: the same mask, forward and backward, equality and
     time.
 
         python benchmarks/run.py flex [--lengths 4096 16384 65536] [--limit 90] [--out PATH] [--device cuda]

@@ -258,7 +258,7 @@ def jobs(given: argparse.Namespace) -> list[tuple[str, int, int]]:
 
 @torch.inference_mode()
 def run_gpu_products() -> None:
-    """Time the products of a decode step on a GPU, by how they are cut up: bfloat16, int8 and int4, 1 to 64
+    """Time the matmuls of a decode step on a GPU, by how they are cut up: bfloat16, int8 and int4, 1 to 64
     rows.
 
         PYTHONPATH=src python benchmarks/run.py gpu_products [--rows 1 8 32] [--bits 16 8 4] [--save]
@@ -336,7 +336,7 @@ def drawn(folder: Path, to: Path) -> Path:
 
 
 def run_gpu_embed() -> None:
-    """Embeddings of texts of 4 to 250 words on a GPU, beside sentence-transformers on the same directory.
+    """Embeddings of texts of 4 to 250 words on a GPU, next to sentence-transformers on the same directory.
 
         PYTHONPATH=src python benchmarks/run.py gpu_embed DIR [--texts 2048] [--drawn] [--save]
 

@@ -147,7 +147,7 @@ def free_port() -> int:
 
 
 def run_serve_peers() -> None:
-    """Serve GPT-2's shape on the CPU beside other servers, over HTTP, all with the same weights and one
+    """Serve GPT-2's shape on the CPU next to other servers, over HTTP, all with the same weights and one
     thread.
 
         python benchmarks/run.py serve_peers [--layers 12] [--streams 8] [--new 32] [--rounds 3] [--save]

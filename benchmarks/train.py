@@ -271,7 +271,7 @@ TEXT = "the quick brown fox jumps over the lazy dog while it sings of the sea\n"
 
 
 def run_same_bits() -> None:
-    """Train one tiny recipe many times beside busy processes: one precision, and one set of bits?
+    """Train one tiny recipe many times next to busy processes: one precision, and one set of bits?
 
     python benchmarks/run.py same_bits [--runs 20] [--busy 2] [--set KEY=VALUE ...]
     """
