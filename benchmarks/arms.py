@@ -142,12 +142,31 @@ CONTESTS = {
     "g2p": Contest(
         "g2p",
         ("cmudict/cmudict-0.7b.train-dev-20-21",),
-        {"gated, rotary, R-Drop": {**GATED, "model.d_ff": "688", "train.r_drop": "3.0"}},
+        {
+            "gated, rotary, R-Drop": {
+                **GATED,
+                "model.d_ff": "688",
+                "train.r_drop": "3.0",
+                "train.validate_every": "4500",
+            }
+        },
         ("cmudict/cmudict-0.7b.train-dev-1-21",),
         ("cmudict/cmudict-0.7b.test",),
         figure="exact",
-        seeds=(0, 1),
         generation={"num_beams": 4, "max_new_tokens": 40},
+    ),
+    "sst2": Contest(
+        "mlm-then-classify",
+        ("sst2/glue_train.tsv.gz",),
+        {
+            "recipe": {},
+            "R-Drop": {"train.r_drop": "1.0"},
+            "hidden words": {"data.token_dropout": "0.15"},
+            "R-Drop, hidden words": {"train.r_drop": "1.0", "data.token_dropout": "0.15"},
+        },
+        test=("sst2/glue_dev.tsv",),
+        figure="accuracy",
+        seeds=(0, 1, 2, 3),
     ),
     "multi30k": Contest(
         "translate",
@@ -187,6 +206,7 @@ class Race:
         settings = {"train.samples": "0", **contest.arms[arm], "train.seed": str(seed)}
         if self.options.tiny:
             settings |= TINY
+            settings |= {"train.pretrain": "4"} if contest.recipe == "mlm-then-classify" else {}
         if contest.validation:
             settings["data.validation"] = json.dumps([self.path(file) for file in contest.validation])
         command = [sys.executable, "-m", "clearhead", "train", *map(self.path, contest.train)]
