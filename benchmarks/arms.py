@@ -19,17 +19,10 @@ import torch
 from benchmarks.common import case_parser, device_name
 
 import clearhead as ch
+from clearhead.learn.training.fit import gated_width, modern
 
 ROOT = Path(__file__).parent
 SEEDS = (0, 1, 2)
-MODERN = {
-    "model.positions": "rope",
-    "model.norm": "rmsnorm",
-    "model.bias": "false",
-    "model.qk_norm": "head",
-    "model.activation": "relu2",
-    "model.zero_init": "true",
-}
 GATED = {
     "model.positions": "rope",
     "model.norm": "rmsnorm",
@@ -83,19 +76,12 @@ CHANGES: Mapping[str, Mapping[str, str]] = {
 
 
 def decoder(width: int, layers: int, steps: int, dropout: float, rate: float) -> dict[str, str]:
-    """Return settings of a decoder with Qwen3's parts and NorMuon, on rows of 256 tokens."""
-    shape = {"d_model": width, "n_layers": layers, "n_heads": width // 64, "max_positions": 256}
-    shape |= {"positions": "rope", "norm": "rmsnorm", "bias": "false", "qk_norm": "head", "dropout": dropout}
-    shape |= {
-        "activation": "silu",
-        "gated": "true",
-        "d_ff": width * 8 // 3 // 16 * 16,
-        "tie_embeddings": "true",
-    }
-    train = {"optimizer": "normuon", "muon_coefficients": "polar-express", "cautious_decay": "true"}
-    train |= {"lr": rate, "floor": 0.02, "steps": steps, "validate_every": steps // 10}
-    keys = {f"model.{name}": str(value) for name, value in shape.items()}
-    return {**keys, **{f"train.{name}": str(value) for name, value in train.items()}, "data.batch_size": "64"}
+    """Return settings of the decoder for much text at another size, on rows of 256 tokens."""
+    size = {"model.d_model": width, "model.n_layers": layers, "model.n_heads": width // 64}
+    size |= {"model.d_ff": gated_width(width), "model.dropout": dropout, "train.lr": rate}
+    length = {"train.steps": steps, "train.validate_every": steps // 10, "data.batch_size": 64}
+    settings = {**modern(True, frozenset()), **size, **length}
+    return {name: str(value).lower() for name, value in settings.items()}
 
 
 CONTESTS = {

@@ -155,7 +155,7 @@ class JoinedImages(ImageEncoder):
     @property
     def fact(self) -> str:
         """What to know of it at a glance."""
-        tower, count = self.config.tower, sum(one.numel() for one in self.parameters())
+        tower, count = self.config.tower, sum(weight.numel() for weight in self.parameters())
         size = f"{tower.n_layers} layers, d_model {tower.d_model}, {count:,} parameters"
         if self.config.any_size:
             return f"a token for each {self.config.multiple} x {self.config.multiple} pixels, by {size}"
