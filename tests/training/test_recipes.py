@@ -518,6 +518,15 @@ def test_a_recipe_file_explains_itself(name):
             assert key in {*commented, *known, *PLAIN, "base"}, f"nothing says what [{section}] {key} is"
 
 
+def test_another_optimizer_leaves_the_options_of_muon_behind_but_not_those_that_are_set():
+    plan = ch.read_recipe("bpe-gpt", ["train.optimizer=adamw"]).train
+    assert (plan.optimizer, plan.muon_coefficients, plan.cautious_decay) == ("adamw", "jordan", False)
+    assert ch.read_recipe("bpe-gpt", ["train.optimizer="]).train.optimizer == "adamw"
+    assert ch.read_recipe("bpe-gpt", ["train.optimizer=muon"]).train.cautious_decay
+    with pytest.raises(ch.ConfigError, match="are of muon, and optimizer is adamw"):
+        ch.read_recipe("bpe-gpt", ["train.cautious_decay=true", "train.optimizer=adamw"])
+
+
 def test_settings_change_a_recipe():
     settings = [
         "data.paths=a.txt, b.txt",

@@ -42,6 +42,8 @@ BASE = "base"  # the one key of [model] that is no field of the config
 Settings: TypeAlias = Mapping[str, Any] | Iterable[str]  # {"train.steps": 30}, or "train.steps=30" strings
 # Settings that take the place of another key: of two that say the same thing, the last one counts.
 REPLACES = {"train.steps": "epochs", "train.epochs": "steps", "data.batch_size": "batch_tokens"}
+# Optimizers with options of their own, which a recipe's go with when another optimizer is set
+MUON, MUON_OPTIONS = ("muon", "normuon"), ("muon_coefficients", "cautious_decay")
 FIELD_COMMENT = re.compile(r"^    (\w+): .*?  # (.+)$", re.MULTILINE)
 UNSET: Any = object()  # the value of a setting that removes its key
 MAX_THREADS = 1024  # with very many the process dies without a message
@@ -176,7 +178,7 @@ class TrainPlan:
             "set one of them",
             ConfigError,
         )
-        muon = self.optimizer in ("muon", "normuon")
+        muon = self.optimizer in MUON
         refuse(
             not muon and (self.cautious_decay or self.muon_coefficients != "jordan"),
             f"muon_coefficients and cautious_decay are of muon, and optimizer is {self.optimizer}: "
@@ -313,7 +315,11 @@ def read_recipe(name: str | Path | Recipe | None, settings: Settings = ()) -> Re
     """
     tables = _tables(name) if name is not None else {}
     _check_sections(tables)
-    for section, key, value in _changes(settings):
+    changes = list(_changes(settings))
+    if any(name == "train" and key == "optimizer" and value not in MUON for name, key, value in changes):
+        for option in MUON_OPTIONS:
+            tables.get("train", {}).pop(option, None)
+    for section, key, value in changes:
         table = tables.setdefault(section, {})
         table[key] = value
         if value is UNSET:
