@@ -164,7 +164,8 @@ function applyTheme(app, theme) {
 }
 
 function showModel(model) {
-  const parts = [model.name, model.family, `${model.layers + (model.encoder_layers || 0)} layers`, `${Number(model.parameters || 0).toLocaleString("en")} parameters`];
+  const layers = model.layers + (model.encoder_layers || 0);
+  const parts = [model.name, model.family, `${layers} layer${layers === 1 ? "" : "s"}`, `${Number(model.parameters || 0).toLocaleString("en")} parameters`];
   byId("model-name").textContent = model.ready ? parts.join(" · ") : model.failed ? `${model.name}: no model` : model.says || "loading…";
 }
 
